@@ -41,8 +41,8 @@ from tests.messages import mentioning
 from tests.trajectories import same, trajectory
 from tests.unit import test_engine_protocol as protocol
 from tests.unit.test_engine_protocol import ROUTED, SHAPE, b64
-from tests.unit.test_engine_protocol import as_json as answer
-from tests.unit.test_engine_protocol import unrouted as request
+from tests.unit.test_engine_protocol import json_answer as answer
+from tests.unit.test_engine_protocol import unrouted_request as request
 
 
 @pytest.fixture(scope="module")

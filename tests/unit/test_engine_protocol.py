@@ -46,12 +46,13 @@ def request(**changes) -> GenerationRequest:
     return GenerationRequest(**(fields | changes))
 
 
-def routing(shape: RoutedShape, **changes) -> GenerationRequest:
+def routing_request(shape: RoutedShape, **changes) -> GenerationRequest:
     return request(columns={"topk": 2, "routed_experts": shape}, **changes)
 
 
-def routed(told: dict, asked: GenerationRequest) -> np.ndarray | None:
-    return parse_answer(told, asked).columns.get("routed_experts")
+def read_routing(engine_answer: dict, answered: GenerationRequest) -> np.ndarray | None:
+    """Return the routed experts that are read from an answer to the request ``answered``."""
+    return parse_answer(engine_answer, answered).columns.get("routed_experts")
 
 
 def answer(**changes) -> dict:
@@ -66,22 +67,22 @@ def answer(**changes) -> dict:
         "output_top_logprobs_null_prefix": 0,
         "output_top_logprobs_idx_flat_b64": b64(TOPK_IDS, "<i4"),
         "output_top_logprobs_val_flat_b64": b64(TOPK_LOG_PROBS, "<f4"),
-        "routed_experts": np.array(ROUTED, np.uint8),  # as it was fetched
+        "routed_experts": np.array(ROUTED, np.uint8),  # fetched apart from the JSON, as an array
         "cached_tokens": 2,
         "spec_verify_ct": 1,
     }
     return {"text": "7", "output_ids": [7, 2], "meta_info": meta | changes}
 
 
-def as_json(**changes) -> dict:
-    """An answer as JSON brings it, where no routing was asked for."""
-    whole = answer(**changes)
+def json_answer(**changes) -> dict:
+    """The JSON of an answer to a request without routing."""
+    fields = answer(**changes)
     if "routed_experts" not in changes:
-        del whole["meta_info"]["routed_experts"]
-    return whole
+        del fields["meta_info"]["routed_experts"]
+    return fields
 
 
-def unrouted(**changes) -> GenerationRequest:
+def unrouted_request(**changes) -> GenerationRequest:
     return request(**{"columns": {"topk": 2}, **changes})
 
 
@@ -106,7 +107,7 @@ def test_every_field_of_an_answer_is_read():
 
 def test_routing_of_many_experts_needs_two_bytes():
     many = RoutedShape(hidden_layers=2, moe_layers=(1,), top_k=2, experts=257)
-    assert routed(answer(), routing(many)).dtype == np.uint16
+    assert read_routing(answer(), routing_request(many)).dtype == np.uint16
 
 
 @pytest.mark.parametrize(
@@ -151,16 +152,17 @@ def test_an_answer_from_unverified_weights_is_asked_for_again():
 
 
 def test_one_expert_a_token_recorded_as_zeros_alone_is_no_recording():
+    """A short recording may be all zeros by chance. A long one was never written, and the column is missing."""
     shape = RoutedShape(hidden_layers=2, moe_layers=(0, 1), top_k=1, experts=8)
-    long = routing(shape, prompt_ids=(4, 5, 6, 7, 8, 9, 10))
-    for tokens, asked in ((4, routing(shape)), (8, long)):
+    of_8_tokens = routing_request(shape, prompt_ids=(4, 5, 6, 7, 8, 9, 10))
+    for tokens, answered in ((4, routing_request(shape)), (8, of_8_tokens)):
         zeros = np.zeros((tokens, 2, 1), np.uint8)
-        assert routed(answer(routed_experts=zeros), asked) is not None
-    longer = routing(shape, prompt_ids=range(4, 12))
+        assert read_routing(answer(routed_experts=zeros), answered) is not None
+    of_9_tokens = routing_request(shape, prompt_ids=range(4, 12))
     zeros = np.zeros((9, 2, 1), np.uint8)
-    assert routed(answer(routed_experts=zeros), longer) is None
+    assert read_routing(answer(routed_experts=zeros), of_9_tokens) is None
     zeros[8, 1] = 1
-    assert routed(answer(routed_experts=zeros), longer).sum() == 1
+    assert read_routing(answer(routed_experts=zeros), of_9_tokens).sum() == 1
 
 
 def test_a_missing_field_is_named():
@@ -171,8 +173,8 @@ def test_a_missing_field_is_named():
 
 
 def test_rounding_above_zero_passes():
-    near_certain = [[5e-7, 7, None], [-0.25, 2, None]]
-    got = parse_answer(answer(output_token_logprobs=near_certain), request())
+    near_zero = [[5e-7, 7, None], [-0.25, 2, None]]
+    got = parse_answer(answer(output_token_logprobs=near_zero), request())
     assert got.columns["rollout_log_probs"][0] == np.float32(5e-7)
 
 
@@ -183,14 +185,16 @@ def test_an_abort_is_told_apart_from_a_broken_answer():
 
 
 def test_a_call_has_one_answer_for_each_request():
-    two = [unrouted(), unrouted(key=(0, 1), sample_index=1)]
-    both = parse_answers(orjson.dumps([as_json(), as_json()]), two)
+    requests = [unrouted_request(), unrouted_request(key=(0, 1), sample_index=1)]
+    both = parse_answers(orjson.dumps([json_answer(), json_answer()]), requests)
     assert [t.sample_index for t in both] == [0, 1]
-    assert [t.sample_index for t in parse_answers(orjson.dumps(as_json()), two[1:])] == [1]
+    # The answer to a single request may stand outside a list.
+    without_list = orjson.dumps(json_answer())
+    assert [t.sample_index for t in parse_answers(without_list, requests[1:])] == [1]
     with pytest.raises(EngineAnswerError, match="1 for 2"):
-        parse_answers(orjson.dumps([as_json()]), two)
+        parse_answers(orjson.dumps([json_answer()]), requests)
     with pytest.raises(EngineAnswerError, match="dict"):
-        parse_answers(orjson.dumps(as_json()), two)
+        parse_answers(without_list, requests)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +237,11 @@ def test_texts_that_end_a_response_are_asked_for():
 
 
 def test_one_call_cannot_mix_forms():
-    other = [request(columns={"topk": 1}), request(sampling=SamplingParams(3, temperature=0.5))]
-    for second in other:
+    other_requests = [
+        request(columns={"topk": 1}),
+        request(sampling=SamplingParams(3, temperature=0.5)),
+    ]
+    for second in other_requests:
         with pytest.raises(ValueError, match="columns"):
             request_body([request(), second], "a")
 
@@ -271,22 +278,22 @@ def test_the_router_is_told_the_models_name_and_every_request_has_its_own_id():
 )  # fmt: skip
 def test_an_answer_of_another_shape_is_refused_by_name(told, message):
     with pytest.raises(EngineAnswerError, match=message):
-        parse_answers(json.dumps(told).encode(), [unrouted()], versions=range(3, 4))
+        parse_answers(json.dumps(told).encode(), [unrouted_request()], versions=range(3, 4))
 
 
 def test_tokens_of_other_weights_than_the_committed_are_no_answer():
-    whole = [{"version": "7", "start": 0, "end": 2}]
-    one = [unrouted()]
-    assert parse_answers(orjson.dumps([as_json(weight_versions=whole)]), one, versions=range(7, 8))
+    requests = [unrouted_request()]
+    spans = [{"version": "7", "start": 0, "end": 2}]
+    payload = orjson.dumps([json_answer(weight_versions=spans)])
+    assert parse_answers(payload, requests, versions=range(7, 8))
     with pytest.raises(StaleWeightsError, match=r"weights 7, .* 8"):
-        parse_answers(orjson.dumps([as_json(weight_versions=whole)]), one, versions=range(8, 9))
+        parse_answers(payload, requests, versions=range(8, 9))
     with pytest.raises(StaleWeightsError, match=r"weights 3, 4, .* 4"):
-        parse_answers(orjson.dumps([as_json()]), one, versions=range(4, 5))
-    unverified = [{"version": "unverified-8", "start": 0, "end": 2}]
+        parse_answers(orjson.dumps([json_answer()]), requests, versions=range(4, 5))
+    spans = [{"version": "unverified-8", "start": 0, "end": 2}]
+    payload = orjson.dumps([json_answer(weight_versions=spans)])
     with pytest.raises(StaleWeightsError, match="weights unverified-8"):
-        parse_answers(
-            orjson.dumps([as_json(weight_versions=unverified)]), one, versions=range(8, 9)
-        )
+        parse_answers(payload, requests, versions=range(8, 9))
 
 
 @pytest.mark.parametrize(
@@ -322,16 +329,19 @@ def test_a_job_asks_only_for_what_is_missing():
 
 
 def test_tokens_of_an_interrupted_response_are_of_committed_versions():
-    """A span that was sampled between transfer and commit is of the version that was committed then."""
-    one = [unrouted()]
+    """The engine reports ``unverified-8`` for tokens that it samples after the transfer of version 8 and before the
+    commit. They count as version 8, which is committed right after.
+    """
+    requests = [unrouted_request()]
     spans = [
         {"version": "7", "start": 0, "end": 1},
         {"version": "unverified-8", "start": 1, "end": 2},
     ]
-    (got,) = parse_answers(orjson.dumps([as_json(weight_versions=spans)]), one, range(7, 9))
+    payload = orjson.dumps([json_answer(weight_versions=spans)])
+    (got,) = parse_answers(payload, requests, range(7, 9))
     assert got.column("weight_version").tolist() == [7, 8]
     for versions in (range(8, 9), range(6, 8), range(8, 10)):
         with pytest.raises(StaleWeightsError, match="weights 7, unverified-8"):
-            parse_answers(orjson.dumps([as_json(weight_versions=spans)]), one, versions)
+            parse_answers(payload, requests, versions)
     with pytest.raises(StaleWeightsError, match=" 5 to 6"):
-        parse_answers(orjson.dumps([as_json(weight_versions=spans)]), one, range(5, 7))
+        parse_answers(payload, requests, range(5, 7))

@@ -1,4 +1,5 @@
-"""SGLang's tensors as a table: names, sources, types and 1 + weight, with a planted fault for each kind of row."""
+"""The table of SGLang's tensors: names, sources, types and norms that hold 1 + weight. Each kind of row has a planted
+fault that the comparison of checksums must name."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ ONE_PLUS = "model.layers.{}.input_layernorm.gemma_weight"
 
 
 def table_of_each_kind() -> Family:
-    """Rows of every kind: fp32, 1 + weight, two rows' sources in one tensor, one row's sources in two tensors."""
+    """A table with every kind of row: a float32 tensor, a norm that holds 1 + weight, a tensor with the sources of two
+    rows (FUSED), and two tensors with the sources of one row (QK and V)."""
     _, *attention = ATTENTION
     return replace(
         FAMILIES["qwen3_moe"],
@@ -82,7 +84,7 @@ def shape() -> ModelShape:
 
 
 def layer_in_engine(hf: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
-    """The layer's tensors of these kinds, as SGLang's loader builds them."""
+    """The tensors of one layer that ``table_of_each_kind`` names, as SGLang's loader builds them."""
     prefix = f"model.layers.{layer}."
     attention = f"{prefix}self_attn."
     norm = hf[f"{prefix}input_layernorm.weight"]
@@ -111,6 +113,9 @@ def test_rows_of_each_kind_have_the_bytes_that_sglang_builds(shape: ModelShape) 
     assert {name: got[name] for name in engine} == {n: tiled_hash(t) for n, t in engine.items()}
     absent = ("qkv_proj", "q_norm", "k_norm")
     assert not [name for name in got if any(part in name for part in absent)]
+
+
+# Each fault changes the engine's tensors and returns the name of the tensor that it changed.
 
 
 def mixed_up_halves(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
@@ -164,14 +169,16 @@ def test_a_planted_fault_is_named(shape: ModelShape, plant) -> None:
 
 
 def test_an_update_with_the_rows_of_another_layer_is_named(shape: ModelShape) -> None:
-    """The trainer's side, too: the checksums of a wrong stream differ in these tensors alone."""
+    """The trainer computes the expected checksums from the stream that it sends. If two layers are exchanged in the
+    stream, only the checksums of the two tensors that this stream fills may differ.
+    """
     hf = random_weights(shape)
     swapped = dict(hf)
     for layer in (0, 1):
         name = f"model.layers.{layer}.self_attn.k_proj.weight"
         swapped[name] = hf[f"model.layers.{1 - layer}.self_attn.k_proj.weight"]
-    found = compare_checksums(expected_digests(shape, swapped), expected_digests(shape, hf))
-    assert {m.tensor for m in found} == {
+    mismatches = compare_checksums(expected_digests(shape, swapped), expected_digests(shape, hf))
+    assert {m.tensor for m in mismatches} == {
         f"model.layers.{layer}.self_attn.qk_proj.weight" for layer in (0, 1)
     }
 
@@ -199,14 +206,15 @@ def test_a_rule_can_name_the_type_of_the_engine_s_tensor() -> None:
     assert rule.in_engine == (EngineRow(name, splits.replicated, rule.sources, "float32"),)
 
 
-def bucket_of(shape: ModelShape, bucket_bytes: int, **options: int | bool) -> dict[str, int]:
-    """The number of each tensor's bucket."""
+def buckets_by_name(shape: ModelShape, bucket_bytes: int, **options: int | bool) -> dict[str, int]:
+    """Name of each Hugging Face tensor -> number of its bucket."""
     layout = Layout(tensor=2, pipeline=2, expert_tensor=2)
     plan = hf_buckets_plan(shape, layout, bucket_bytes, 2, **options)
-    found: dict[str, int] = {}
+    bucket_numbers: dict[str, int] = {}
     for number, bucket in enumerate(plan):
-        found |= dict.fromkeys((tensor.name for tensor in bucket.tensors), number)
-    return found
+        for tensor in bucket.tensors:
+            bucket_numbers[tensor.name] = number
+    return bucket_numbers
 
 
 @pytest.mark.parametrize("options", [{}, {"spread": True}, {"spread": True, "ranks_per_node": 2}])
@@ -214,20 +222,23 @@ def bucket_of(shape: ModelShape, bucket_bytes: int, **options: int | bool) -> di
 def test_the_sources_of_an_engine_tensor_are_never_in_two_buckets(
     shape: ModelShape, bucket_bytes: int, options: dict[str, int | bool]
 ) -> None:
-    found = bucket_of(shape, bucket_bytes, **options)
-    assert found.keys() == hf_tensors(shape).keys()
+    bucket_numbers = buckets_by_name(shape, bucket_bytes, **options)
+    assert bucket_numbers.keys() == hf_tensors(shape).keys()
     for layer in (0, 1):
         for row in (FUSED, QK):
-            numbers = {found[source.name.format(layer=layer)] for source in row.sources}
+            names = [source.name.format(layer=layer) for source in row.sources]
+            numbers = {bucket_numbers[name] for name in names}
             assert len(numbers) == 1, (row.name, bucket_bytes)
 
 
 def test_an_edge_between_two_sources_moves_to_before_them(shape: ModelShape) -> None:
-    """A bucket that has room for the queries' 128 bytes of rows but not for the keys' 64."""
+    """The limit of a bucket has room for the rows of the queries, but not for those of the keys. Without engine rows
+    the bucket ends between the two. With them it ends before the queries, because both are parts of one engine tensor.
+    """
     query, key = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qk")
     with planted(replace(FAMILIES["qwen3_moe"], engine=())):
-        apart = bucket_of(shape, 2 * (100 * 8 + 8 + 64))
+        apart = buckets_by_name(shape, 2 * (100 * 8 + 8 + 64))
     assert apart[query] == 0 < apart[key]
-    together = bucket_of(shape, 2 * (100 * 8 + 8 + 64))
+    together = buckets_by_name(shape, 2 * (100 * 8 + 8 + 64))
     assert together[query] == together[key] == 1
     assert together["model.layers.0.input_layernorm.weight"] == 0

@@ -1,4 +1,5 @@
-"""What the engine is started with, without starting it."""
+"""The options and the environment of an engine server, and the checks of servers that the run did not start. No server
+is started here."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ DENSE = {
 
 def run_config(folder: Path, **sections) -> TrainConfig:
     (folder / "config.json").write_text(json.dumps(MODEL))
-    given = {
+    tree = {
         "run": {"directory": str(folder), "steps": 1},
         "model": {"hf_checkpoint": str(folder), "dtype": "float32"},
         "data": {"train": "x", "max_prompt_tokens": 100},
@@ -67,12 +68,12 @@ def run_config(folder: Path, **sections) -> TrainConfig:
         "engine": {"device": "cpu"},
     }
     for name, section in sections.items():
-        given[name] = given.get(name, {}) | section
-    return TrainConfig.model_validate(given)
+        tree[name] = tree.get(name, {}) | section
+    return TrainConfig.model_validate(tree)
 
 
-def sections(folder: Path, **given) -> ServerSections:
-    return ServerSections.of(run_config(folder, **given))
+def sections(folder: Path, **changed_sections) -> ServerSections:
+    return ServerSections.of(run_config(folder, **changed_sections))
 
 
 def test_options_of_a_cpu_server(tmp_path):
@@ -101,8 +102,8 @@ def test_options_of_a_gpu_server_leave_its_memory_and_kernels_to_sglang(tmp_path
 
 
 def test_experts_on_a_gpu_get_the_kernel_that_leaves_their_layout(tmp_path):
-    def kernel(**given) -> object:
-        config = sections(tmp_path, **given)
+    def kernel(**changed_sections) -> object:
+        config = sections(tmp_path, **changed_sections)
         return server_options(config, host="h", port=1, seed=1).get("moe_runner_backend")
 
     assert kernel(engine={"device": "cpu"}) is None
@@ -118,8 +119,8 @@ def test_a_server_on_the_trainers_gpus_can_let_go_of_its_memory(tmp_path):
         return server_options(config, host="h", port=1, seed=1)
 
     assert options("cuda", "colocated")["enable_memory_saver"] is True
-    for found in (options("cuda", "separate"), options("cpu", "colocated")):
-        assert "enable_memory_saver" not in found
+    for plain_options in (options("cuda", "separate"), options("cpu", "colocated")):
+        assert "enable_memory_saver" not in plain_options
 
 
 @pytest.mark.parametrize(
@@ -138,28 +139,28 @@ def test_attention_replicas_have_sglangs_current_name_and_a_cache_each(tmp_path,
 def test_a_server_that_is_sent_adapters_has_room_for_them(tmp_path):
     def options(device, **lora) -> dict:
         config = sections(tmp_path, engine={"device": device}, lora=lora)
-        found = server_options(config, host="h", port=1, seed=1)
-        return {name: value for name, value in found.items() if "lora" in name}
+        all_options = server_options(config, host="h", port=1, seed=1)
+        return {name: value for name, value in all_options.items() if "lora" in name}
 
-    alone = {"rank": 4, "target_modules": ["o_proj", "q_proj"], "update": "adapters"}
+    lora = {"rank": 4, "target_modules": ["o_proj", "q_proj"], "update": "adapters"}
     expected = {
         "enable_lora": True,
         "max_lora_rank": 4,
         "lora_target_modules": ["q_proj", "o_proj"],
         "max_loras_per_batch": 2,
     }
-    assert options("cuda", **alone) == expected
-    assert options("cpu", **alone) == {**expected, "lora_backend": "torch_native"}
+    assert options("cuda", **lora) == expected
+    assert options("cpu", **lora) == {**expected, "lora_backend": "torch_native"}
     assert options("cpu", rank=4) == {}
 
 
 def test_a_server_takes_the_devices_that_it_is_given(tmp_path):
-    def first(**given) -> object:
-        config = sections(tmp_path, **given)
+    def base_gpu_id(device: str) -> object:
+        config = sections(tmp_path, engine={"device": device})
         return server_options(config, host="h", port=1, seed=1, first_device=4).get("base_gpu_id")
 
-    assert first(engine={"device": "cuda"}) == 4
-    assert first(engine={"device": "cpu"}) is None
+    assert base_gpu_id("cuda") == 4
+    assert base_gpu_id("cpu") is None
 
 
 def test_each_host_of_a_server_over_several_finds_itself(tmp_path):
@@ -185,9 +186,9 @@ def test_the_ranks_of_each_host_share_its_cores(tmp_path, monkeypatch):
 
 
 def test_the_router_knows_its_options_and_binds_nothing_public():
-    known = {field.name for field in dataclasses.fields(RouterArgs)}
+    router_fields = {field.name for field in dataclasses.fields(RouterArgs)}
     options = http_router_options("127.0.0.1", 1, 2, "power_of_two")
-    assert set(options) <= known
+    assert set(options) <= router_fields
     assert (options["host"], options["prometheus_host"]) == ("127.0.0.1", "127.0.0.1")
     assert (options["port"], options["prometheus_port"]) == (1, 2)
 
@@ -209,12 +210,12 @@ def test_the_table_overrides_defaults_and_none_leaves_sglangs(tmp_path):
 
 
 def test_the_cache_holds_every_request_within_its_budget(tmp_path):
-    # A token: 2 (key, value) x 2 layers x 2 heads x 16 x 4 bytes = 512 bytes. 256 x 128 tokens fit.
+    # A token has 2 (key, value) x 2 layers x 2 heads x 16 x 4 bytes = 512 bytes. All 256 requests of 128 tokens fit.
     assert cpu_kv_tokens(sections(tmp_path)) == 256 * 128
     # 2^30 / 512 = 2,097,152 tokens are the budget.
     many = sections(tmp_path, rollout={"max_concurrent_requests": 100_000})
     assert cpu_kv_tokens(many) == 2_097_152
-    # bf16 halves a token; two sequences of 3 million tokens are the least that makes sense.
+    # In bf16 a token has half the size. Two sequences of 3,000,028 tokens exceed the budget, but they always fit.
     long = sections(tmp_path, data={"max_prompt_tokens": 3_000_000}, model={"dtype": "bfloat16"})
     assert cpu_kv_tokens(long) == max(2 * 3_000_028, 4_194_304)
 
@@ -289,8 +290,8 @@ def test_a_tail_of_a_log_that_is_not_there_is_empty(tmp_path):
 
 
 def test_keys_are_redacted_only_where_they_are_set():
-    given = {"api_key": None, "admin_api_key": "secret", "port": 1}
-    assert redact_keys(given) == {"api_key": None, "admin_api_key": "<redacted>", "port": 1}
+    options = {"api_key": None, "admin_api_key": "secret", "port": 1}
+    assert redact_keys(options) == {"api_key": None, "admin_api_key": "<redacted>", "port": 1}
 
 
 def test_the_supervisors_half_loads_neither_torch_nor_sglang():
@@ -303,7 +304,8 @@ def test_the_supervisors_half_loads_neither_torch_nor_sglang():
 
 
 def numbers(faults: list[str]) -> list[int]:
-    """Return the numbers that the only fault names: what is there, a sequence's tokens, what it needs."""
+    """Return the numbers in the only fault: the server's tokens, the tokens of the longest sequence, and the tokens
+    that a server needs for this sequence."""
     [fault] = faults
     return [int(number) for number in re.findall(r"\d+", fault)]
 
@@ -343,9 +345,9 @@ def test_a_server_elsewhere_is_compared_field_by_field(tmp_path):
     assert line.startswith("speculative_accept_threshold_acc: 0.9")
     assert numbers(lines[4:]) == [129, 128, 130]
     assert compare_server(config, info | {"max_req_input_len": 124}, model_info) == []
-    short = compare_server(config, info | {"max_req_input_len": 123}, model_info)
-    assert numbers(short) == [129, 128, 130]
-    assert short[0].startswith("--context-length: ")
+    short_input = compare_server(config, info | {"max_req_input_len": 123}, model_info)
+    assert numbers(short_input) == [129, 128, 130]
+    assert short_input[0].startswith("--context-length: ")
     paged = info | {"page_size": 16, "max_total_num_tokens": 159}
     assert numbers(compare_server(config, paged, model_info)) == [159, 128, 160]
     longer = sections(tmp_path, evaluation={"max_response_tokens": 29})
@@ -373,11 +375,13 @@ def test_a_server_elsewhere_must_not_have_a_vision_tower(tmp_path):
 
 def test_a_server_elsewhere_must_have_lora_where_it_is_sent_adapters(tmp_path):
     lora = {"rank": 8, "update": "adapters"}
-    wanted, merged = (sections(tmp_path, lora=lora | more) for more in ({}, {"update": "merged"}))
+    adapters = sections(tmp_path, lora=lora)
+    merged = sections(tmp_path, lora=lora | {"update": "merged"})
     info = dict.fromkeys(("version", "dtype", "quantization"), None)
     info |= {"max_total_num_tokens": 130, "enable_lora": None, "max_lora_rank": 4}
     model_info = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-    assert compare_server(wanted, info, model_info)[2:] == [
+    # The first two faults are of the version and the dtype, which are None.
+    assert compare_server(adapters, info, model_info)[2:] == [
         "--enable-lora: None, expected True",
         "--max-lora-rank: 4, expected 8",
     ]
@@ -387,7 +391,7 @@ def test_a_server_elsewhere_must_have_lora_where_it_is_sent_adapters(tmp_path):
 def test_what_a_starting_server_does_is_told_in_words_not_by_its_warnings(tmp_path):
     engine = engine_of(tmp_path, 31000)
     engine.log_path.parent.mkdir()
-    said = {
+    stage_after_line = {
         "Cuda graph is disabled because of using torch native": "importing its libraries",
         "Load weight begin. avail mem=16.27 GB": "loading weights",
         "warnings.warn(": "loading weights",
@@ -395,7 +399,7 @@ def test_what_a_starting_server_does_is_told_in_words_not_by_its_warnings(tmp_pa
         "Capture decode CUDA graph begin. bs=8": "capturing CUDA graphs",
     }
     assert engine._stage() == "importing its libraries"
-    for line, stage in said.items():
+    for line, stage in stage_after_line.items():
         with engine.log_path.open("a") as log:
             log.write(line + "\n")
         assert engine._stage() == stage
@@ -404,15 +408,15 @@ def test_what_a_starting_server_does_is_told_in_words_not_by_its_warnings(tmp_pa
 def test_a_deterministic_engine_is_asked_for_and_checked(tmp_path):
     options = server_options(sections(tmp_path), host="127.0.0.1", port=31000, seed=5)
     assert "enable_deterministic_inference" not in options
-    wanted = sections(tmp_path, engine={"device": "cpu", "deterministic": True})
-    options = server_options(wanted, host="127.0.0.1", port=31000, seed=5)
+    deterministic = sections(tmp_path, engine={"device": "cpu", "deterministic": True})
+    options = server_options(deterministic, host="127.0.0.1", port=31000, seed=5)
     assert options["enable_deterministic_inference"] is True
     assert options["chunked_prefill_size"] == -1
     on_gpu = sections(tmp_path, engine={"device": "cuda", "deterministic": True})
     assert "chunked_prefill_size" not in server_options(
         on_gpu, host="127.0.0.1", port=31000, seed=5
     )
-    assert required_switches(wanted) == ["enable_deterministic_inference"]
+    assert required_switches(deterministic) == ["enable_deterministic_inference"]
     assert required_switches(sections(tmp_path)) == []
 
 

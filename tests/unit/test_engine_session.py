@@ -1,4 +1,5 @@
-"""A run's session with servers that refuse it, on one rank: when it is given up, and that every rank hears."""
+"""The engine session of one rank, with servers that refuse requests, hang or end: when the session gives an engine up,
+and which error every rank then raises."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class Small:
-    """A session of rank 0 with one small server that was started here."""
+    """A session of rank 0 with one ``SmallServer``, which is in the record of the fleet."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Small:
         topology: Any = SimpleNamespace(rank=0)
         trainer = trainer or SimpleNamespace(topology=topology, shape=None, weights=dict)
         self.session = EngineSession(config, trainer, stop=lambda: False, fence=lambda: None)
-        self.session._updater._plan = ()  # the trainer that would make one is not needed
+        self.session._updater._plan = ()  # only a real trainer could make a plan
 
     def close(self) -> None:
         self.session.__exit__(None, None, None)
@@ -101,7 +102,7 @@ def test_what_the_server_refuses_twice_alike_is_not_tried_again(open_small):
     small.server.info["/server_info"] = (400, "no such tensor")
     with pytest.raises(EngineUnavailableError, match="400: no such tensor"):
         small.session.connect()
-    assert small.server.asked["/server_info"] == 3  # two attempts, and a probe in between
+    assert small.server.asked["/server_info"] == 3  # two attempts, and a health check in between
 
 
 def test_a_server_that_fails_is_replaced(open_small):
@@ -113,14 +114,18 @@ def test_a_server_that_fails_is_replaced(open_small):
 
 
 def test_a_stopped_scheduler_costs_the_hang_time_out_and_a_probe(open_small, monkeypatch):
-    """Not twice CONTROL_TIMEOUT_S, the second time because the HTTP process still answers."""
+    """The HTTP process of the server still answers. The server costs the run one hang timeout (1.0 s) and one health
+    check (0.3 s), not two control timeouts of 60 s.
+    """
     monkeypatch.setattr(membership, "_ANSWER_S", 0.3)
     small = open_small()
     small.server.deaf |= {"/server_info", "/health_generate"}
     start, patience = time.monotonic(), own_patience(10)
     with pytest.raises(EngineUnavailableError, match="engine0"):
         small.session.connect()
-    assert time.monotonic() - start > 1.0 + 0.3 + 0.5  # then nobody comes for 0.5 s
+    assert (
+        time.monotonic() - start > 1.0 + 0.3 + 0.5
+    )  # for the last 0.5 s the session waits for another server
     assert not patience.is_exhausted()
     assert small.record.take_report("engine0") == 1
 
@@ -134,7 +139,7 @@ def test_no_server_in_time_is_told_as_what_it_is(open_small):
 
 
 class ParkedParts:
-    """The part of a trainer that leaves and takes shared devices."""
+    """The methods of a trainer with which it frees shared devices. ``parked``: the parts that it has moved off them."""
 
     def __init__(self) -> None:
         self.topology = SimpleNamespace(rank=0)
@@ -147,7 +152,9 @@ class ParkedParts:
 
 
 def test_the_trainer_leaves_its_devices_to_wait_for_a_server(open_small):
-    """The last server is lost after the trainer has kept its weights for the next update."""
+    """The only server is lost while the weights are still on the devices for the next update. A new server needs the
+    devices, so the trainer parks the weights too.
+    """
     trainer = ParkedParts()
     small = open_small(trainer=trainer, placement="colocated", start_timeout_s=30.0)
     session, [server] = small.session, small.record.servers()
@@ -190,15 +197,15 @@ def test_responses_are_parsed_beside_this_process_and_told_as_they_come(open_sma
     members = session._agree_on_members()
     session._connections.runner.run(session._connections.client.serve(members, 1))
     problems = (Problem(0, "a", "b", (3, 4)), Problem(1, "c", "d", (9,)))
-    told: list[tuple[Any, str]] = []
+    arrivals: list[tuple[Any, str]] = []
     generation = session.start(
         GenerationJob(problems, 2, SamplingParams(4)),
         "rollout",
-        lambda key, t: told.append((key, t.text)),
+        lambda key, t: arrivals.append((key, t.text)),
     )
     answers = session.finish(generation)
     assert [t.token_ids.tolist() for t in answers] == [[3, 4, 3], [3, 4, 3], [9, 9], [9, 9]]
-    assert sorted(told) == [((p, s), "engine0") for p in (0, 1) for s in (0, 1)]
+    assert sorted(arrivals) == [((p, s), "engine0") for p in (0, 1) for s in (0, 1)]
     worker = session._connections.parser._worker
     assert worker is not None
     assert not worker.ended.done()
@@ -222,11 +229,14 @@ def test_rank_0_keeps_the_record_where_a_launcher_started_the_ranks(tmp_path, mo
     runner.close()
 
 
-# --- an evaluation, which no other weights may go on with than those that the servers have
+# --- an evaluation, whose responses must all come from the weights with which it began
 
 
 def evaluate(small: Small, *, dies: bool = False) -> list[str]:
-    """The texts of two responses, by weights 1 where the trainer has weights 2. ``dies``: the server does."""
+    """Return the texts of two responses that weight version 1 samples, while the trainer already has version 2.
+
+    ``dies``: whether the server dies during the generation.
+    """
     session = small.session
     connections = session._connections
     connections._limits = replace(connections._limits, request_timeout_s=0.1)
@@ -243,12 +253,12 @@ def test_a_response_that_takes_too_long_is_asked_for_again_where_servers_go_on(o
     small = open_small()
     small.server.delay_s = 60.0
 
-    def hasten(record: logging.LogRecord) -> bool:
+    def answer_after_loss(record: logging.LogRecord) -> bool:
         if record.getMessage().startswith("engine lost"):
             small.server.delay_s = 0.0
         return True
 
-    caplog.handler.addFilter(hasten)
+    caplog.handler.addFilter(answer_after_loss)
     assert evaluate(small) == ["engine0", "engine0"]
     assert "3 attempts failed, the last: no response within 0.1 s" in caplog.text
 

@@ -1,4 +1,4 @@
-"""EngineWeights against a canned HTTP server: refusals, lost servers, keys, the bucket's bytes."""
+"""EngineWeights against an HTTP server with prepared answers: refusals, lost servers, keys, the bytes of a bucket."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ SERVER_INFO = {
 
 
 class Engine(ThreadingHTTPServer):
-    """Answers every path with the (status, body) set for it, and remembers what was asked."""
+    """A server that answers each path with its (status, body) in ``answers``.
+
+    ``asked``: path and key of each request so far. ``bodies``: the last body for each path.
+    """
 
     daemon_threads = True
 
@@ -91,7 +94,7 @@ def runner() -> Iterator[AsyncRunner]:
 
 
 class Control:
-    """EngineWeights whose coroutines are waited for."""
+    """EngineWeights with blocking methods: each call waits for its coroutine."""
 
     def __init__(self, runner: AsyncRunner, client: HttpClient, **shape: Any) -> None:
         self._runner = runner
@@ -219,8 +222,11 @@ def test_checksums_come_by_rank_and_completely(
 def test_decoded_tokens_are_those_after_the_first_and_before_one_that_cannot_be_scored(
     engine: Engine, connect: Callable[..., Control]
 ) -> None:
-    generated = [[[-0.1, 5, None], [-0.2, 6, None], [-0.3, 9, None], [-0.4, 7, None]]] * 2
-    generated[1] = [[-0.5, 5, None], [-0.6, 6, None], [-0.7, 8, None], [-0.8, 7, None]]
+    # Entries are [log-probability, token id, text]. Token 9 of the first response can't be scored.
+    generated = [
+        [[-0.1, 5, None], [-0.2, 6, None], [-0.3, 9, None], [-0.4, 7, None]],
+        [[-0.5, 5, None], [-0.6, 6, None], [-0.7, 8, None], [-0.8, 7, None]],
+    ]
     scored = [
         [[None, 1, None], [-1.0, 2, None], [-1.1, 5, None], [-1.2, 6, None]],
         [
@@ -229,8 +235,8 @@ def test_decoded_tokens_are_those_after_the_first_and_before_one_that_cannot_be_
         ],
     ]  # fmt: skip
     answer = [
-        {"meta_info": {"input_token_logprobs": scores, "output_token_logprobs": new}}
-        for scores, new in zip(scored, generated, strict=True)
+        {"meta_info": {"input_token_logprobs": inputs, "output_token_logprobs": outputs}}
+        for inputs, outputs in zip(scored, generated, strict=True)
     ]
     engine.answers["/generate"] = (200, json.dumps(answer))
     decoded = connect().decode([[1, 2], [3, 4]], 3, end_before=9)
@@ -256,7 +262,7 @@ def test_decoded_tokens_are_those_after_the_first_and_before_one_that_cannot_be_
 def test_an_answer_of_another_form_is_the_engines_fault(
     engine: Engine, connect: Callable[..., Control], path: str, body: Any, call: Callable[..., Any]
 ) -> None:
-    """Where the same KeyError elsewhere would be a bug of ours."""
+    """The error names the path of the server. A plain KeyError would look like a bug of this package."""
     control = connect()
     engine.answers[path] = (200, json.dumps(body))
     with pytest.raises(EngineAnswerError, match=path):
@@ -289,6 +295,7 @@ def test_a_bucket_is_its_tensors_bytes_and_a_header(
     assert (header.names, header.dtypes) == (("a", "b"), ("float32", "float32"))
     assert (header.shapes, header.bytes) == (((1, 2), (1,)), 12)
     flat = torch.cat(control.pieces(bucket))
+    # 0.5, 2.0 and 1.0 as float32 in little-endian order.
     assert bytes(flat.tolist()).hex() == "0000003f000000400000803f"
 
 
@@ -363,7 +370,7 @@ def test_no_key_travels_in_clear_text_to_an_https_engine(
 
 @pytest.fixture
 def shared(engine: Engine, connect: Callable[..., Control]) -> Control:
-    """A server that shares its GPUs; the requests so far are forgotten."""
+    """A connection to a server that shares its GPUs. ``engine.asked`` does not have the requests of the connection."""
     for path in ("/release_memory_occupation", "/resume_memory_occupation"):
         engine.answers[path] = (200, "null")
     control = connect()
@@ -371,7 +378,7 @@ def shared(engine: Engine, connect: Callable[..., Control]) -> Control:
     return control
 
 
-def asked(engine: Engine) -> list[str]:
+def requested_paths(engine: Engine) -> list[str]:
     return [path.split("?")[0] for path, _ in engine.asked]
 
 
@@ -382,7 +389,7 @@ def test_memory_is_released_by_a_paused_idle_server_and_restored_in_parts(
     engine: Engine, shared: Control
 ) -> None:
     shared.release()
-    assert asked(engine) == RELEASE
+    assert requested_paths(engine) == RELEASE
     assert shared.occupation.released == {"kv_cache", "weights", "cuda_graph"}
     shared.restore(["weights"])
     shared.begin()
@@ -390,7 +397,7 @@ def test_memory_is_released_by_a_paused_idle_server_and_restored_in_parts(
     shared.restore()
     shared.resume()
     assert shared.occupation.released == set()
-    assert asked(engine)[3:] == [
+    assert requested_paths(engine)[3:] == [
         "/resume_memory_occupation", "/begin_weight_update", "/end_weight_update",
         "/resume_memory_occupation", "/continue_generation",
     ]  # fmt: skip
@@ -433,7 +440,7 @@ def test_a_busy_server_is_not_told_to_release(engine: Engine, shared: Control) -
     engine.answers["/flush_cache"] = (400, "requests are running")
     with pytest.raises(EngineAnswerError, match="release memory: "):
         shared.release()
-    assert asked(engine) == RELEASE[:2]
+    assert requested_paths(engine) == RELEASE[:2]
     assert shared.occupation.released == set()
     shared.resume()
 

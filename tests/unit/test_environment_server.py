@@ -1,5 +1,5 @@
-"""Environments of GEM, verifiers and OpenEnv behind ``tools/serve_environment.py``, a process with other packages,
-asked through the workers of ``environment.name: over-http``."""
+"""Environments of GEM, verifiers and OpenEnv: ``tools/serve_environment.py`` serves them from a process with other
+packages, and the workers of ``environment.name: over-http`` send requests to it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ KEY, VARIABLE = "5c0ffee5-games", "MEGATRON_DPPO_TEST_GAMES_KEY"
 
 
 @contextmanager
-def serving(python: str | Path, path: Path, *words: str) -> Iterator[str]:
-    """The address of a server in the environment of ``python``, with the packages in ``path`` besides."""
+def serve(python: str | Path, path: Path, *words: str) -> Iterator[str]:
+    """Start a server with the interpreter ``python``, and with ``path`` for further modules. Yields its address."""
     command = [str(python), str(ROOT / "tools" / "serve_environment.py"), *words, "--port", "0"]
     variables = {"PYTHONPATH": str(path), "SERVE_ENVIRONMENT_KEY": KEY}
     with subprocess.Popen(
@@ -40,9 +40,7 @@ def serving(python: str | Path, path: Path, *words: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving(
-        sys.executable, extra_packages("gem"), "gem", "game:GuessTheNumber-v0-easy"
-    ) as url:
+    with serve(sys.executable, extra_packages("gem"), "gem", "game:GuessTheNumber-v0-easy") as url:
         yield url
 
 
@@ -51,8 +49,10 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, KEY)
 
 
-def played(url: str, play: Callable[[list[Environment]], Awaitable[None]], **options: str) -> None:
-    """``play`` with two episodes in one worker."""
+def run_episodes(
+    url: str, play: Callable[[list[Environment]], Awaitable[None]], **options: str
+) -> None:
+    """Run ``play`` with two open episodes of one worker."""
     spec = EnvironmentSpec("over-http", {"url": url, "api_key_variable": VARIABLE, **options}, 60.0)
 
     async def work() -> None:
@@ -80,9 +80,13 @@ def test_a_game_is_played_to_its_end_and_begins_alike_for_the_same_problem(url):
             text = await episode.reset(problem(11))
             assert text.startswith("You are playing Guess The Number.")
             assert "between 1 and 10 (inclusive) within 4 turns" in text
-        # Four turns don't always find it by halves; what they leave is told, whichever it is.
+        # Four turns suffice to find one of ten numbers by halving.
         low, high, rewards = 1, 10, []
-        while not (step := await one.step(guess(middle := (low + high) // 2))).done:
+        while True:
+            middle = (low + high) // 2
+            step = await one.step(guess(middle))
+            if step.done:
+                break
             rewards.append(step.reward)
             if f"is higher than {middle}." in step.observation:
                 low = middle + 1
@@ -100,7 +104,7 @@ def test_a_game_is_played_to_its_end_and_begins_alike_for_the_same_problem(url):
         for episode in episodes:
             await episode.close()
 
-    played(url, play)
+    run_episodes(url, play)
 
 
 def test_what_is_no_guess_costs_something(url):
@@ -109,7 +113,7 @@ def test_what_is_no_guess_costs_something(url):
         step = await episodes[0].step(Turn("five", (1,)))
         assert step == Step("At turn 1, you did not provide a valid guess.", -0.1, done=True)
 
-    played(url, play)
+    run_episodes(url, play)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +130,7 @@ def test_what_the_server_refuses_is_a_fault(url, path, key, message, monkeypatch
         with pytest.raises(EnvironmentFaultError, match=message):
             await episodes[0].reset(problem(3))
 
-    played(url + path, play)
+    run_episodes(url + path, play)
 
 
 def test_what_the_game_raises_and_a_server_that_is_away_are_faults(url):
@@ -136,13 +140,13 @@ def test_what_the_game_raises_and_a_server_that_is_away_are_faults(url):
         ):
             await episodes[0].reset(Problem(7, "Play.", "", (1,), metadata={"seed": "x"}))
 
-    played(url, play)
+    run_episodes(url, play)
 
-    async def away(episodes: list[Environment]) -> None:
+    async def reset_without_server(episodes: list[Environment]) -> None:
         with pytest.raises(EnvironmentFaultError, match=r"Cannot connect to host 127\.0\.0\.1:9"):
             await episodes[0].reset(problem(3))
 
-    played("http://127.0.0.1:9", away)
+    run_episodes("http://127.0.0.1:9", reset_without_server)
 
 
 def test_an_address_that_is_none_is_named():
@@ -155,10 +159,10 @@ def test_an_address_that_is_none_is_named():
 HERE = Path(__file__).parent
 
 
-def served_openenv(name: str, **options: str) -> AbstractContextManager[str]:
-    """Serves a class of ``planted_openenv``."""
+def serve_openenv(name: str, **options: str) -> AbstractContextManager[str]:
+    """Serve the environment ``name`` of ``planted_openenv``."""
     words = ("openenv", f"planted_openenv:{name}", "--action", "planted_openenv:GuessAction")
-    return serving(python_of("openenv"), HERE, *words, "--options", json.dumps(options))
+    return serve(python_of("openenv"), HERE, *words, "--options", json.dumps(options))
 
 
 @pytest.mark.slow
@@ -166,9 +170,9 @@ def served_openenv(name: str, **options: str) -> AbstractContextManager[str]:
 def test_a_rollout_of_verifiers_is_played_turn_by_turn():
     async def play(episodes: list[Environment]) -> None:
         one, other = episodes
-        # The row's prompt, which is the problem's: there is nothing to add.
+        # The environment's row has the prompt of the problem, so the observation is empty.
         assert await one.reset(problem(3, "3+1")) == ""
-        # Another's is told.
+        # Here the row has another prompt than the problem, so the row's prompt is the observation.
         assert await other.reset(problem(3)) == "3+1"
         assert await one.step(Turn("7", (1,))) == Step("No, not 7.")
         assert await other.step(Turn("5", (1,))) == Step("No, not 5.")
@@ -178,16 +182,16 @@ def test_a_rollout_of_verifiers_is_played_turn_by_turn():
         for episode in episodes:
             await episode.close()
 
-    async def given_up(episodes: list[Environment]) -> None:
+    async def close_early(episodes: list[Environment]) -> None:
         assert await episodes[0].reset(problem(0, "0+1")) == ""
         await episodes[0].close()
         with pytest.raises(EnvironmentFaultError, match="IndexError"):
             await episodes[1].reset(problem(5))
 
     words = ("verifiers", "planted-verifiers", "--options", '{"max_turns": 2}')
-    with serving(python_of("verifiers"), HERE, *words) as url:
-        played(url, play)
-        played(url, given_up)
+    with serve(python_of("verifiers"), HERE, *words) as url:
+        run_episodes(url, play)
+        run_episodes(url, close_early)
 
 
 @pytest.mark.slow
@@ -204,7 +208,7 @@ def test_an_environment_of_openenv_is_played_and_closed(tmp_path):
             await one.step(Turn("one", (1,)))
         assert await one.step(Turn(str(number), (1,))) == Step("Right.", reward=1.0, done=True)
         assert not closed.exists()
-        # One whose reset fails has no name to be closed by.
+        # An episode whose reset failed has no name for the client, so the server closes it.
         with pytest.raises(EnvironmentFaultError, match="RuntimeError: planted"):
             await broken.reset(problem(0))
         assert closed.read_text() == "closed\n"
@@ -212,8 +216,8 @@ def test_an_environment_of_openenv_is_played_and_closed(tmp_path):
         while closed.read_text() != "closed\n" * 2:
             await asyncio.sleep(0.02)
 
-    with served_openenv("Guess", closed=str(closed)) as url:
-        played(url, play)
+    with serve_openenv("Guess", closed=str(closed)) as url:
+        run_episodes(url, play)
 
 
 @pytest.mark.slow
@@ -225,5 +229,5 @@ def test_a_reset_without_a_seed_and_an_observation_without_the_field():
         step = await episodes[0].step(Turn("1", (1,)))
         assert json.loads(step.observation) == {"text": "It is higher.", "guesses": 1}
 
-    with served_openenv("Seedless") as url:
-        played(url, play)
+    with serve_openenv("Seedless") as url:
+        run_episodes(url, play)

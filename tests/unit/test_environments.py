@@ -1,5 +1,5 @@
-"""Episodes: turns of a policy and answers of an environment as one trajectory; environments that fail; the tokens
-between turns."""
+"""Episodes, which join the turns of a policy and the answers of an environment to one trajectory: the tokens between
+turns, limits, environments that fail, and rewards."""
 
 from __future__ import annotations
 
@@ -63,9 +63,10 @@ def short_patience(monkeypatch):
 
 
 class Engine:
-    """Answers with ``texts`` of each problem in turn, whose tokens are theirs and an end of turn; keeps what was asked.
+    """An engine that answers the requests of a problem with the problem's ``texts``, one after the other.
 
-    Row t of the routing says which call recorded it, log-probability -i - calls / 10 is of token i.
+    A response has the tokens of its text and an end of turn. In call c of a problem, each row of the routing has the
+    number c, and token i has the log-probability -i - c / 10. ``asked``: the requests so far.
     """
 
     def __init__(self, texts: dict[int, list[str]]) -> None:
@@ -126,7 +127,10 @@ def play(
     sampling: Mapping[str, float] | None = None,
     **options: Any,
 ) -> tuple[list[Trajectory], Episodes]:
-    """What became of problems 0, 1, ... with two at a time in one process; environments of the table, or planted."""
+    """Play an episode of each of the problems 0, 1, ..., two at a time, with environments in one worker process.
+
+    ``environment``: a name of the table, or a class in PLANTED. Returns the trajectories and the Episodes.
+    """
     name = environment if environment in ENVIRONMENTS else f"{PLANTED}:{environment}"
     spec = EnvironmentSpec(name, options, timeout_s, memory_gib, sampling=sampling or {})
     pool = EnvironmentPool(spec, workers=1)
@@ -140,11 +144,12 @@ def play(
     )
 
     async def work() -> list[Trajectory]:
-        def of_problem(request: GenerationRequest, ask: Any) -> Any:
+        def play_problem(request: GenerationRequest, ask: Any) -> Any:
             return episodes.play(job.problems[request.key[0]], request, ask)
 
-        done = await generate_many(engine, job.requests(), GenerationLimits(2), play=of_problem)
-        return job.trajectories(done)
+        limits = GenerationLimits(2)
+        results = await generate_many(engine, job.requests(), limits, play=play_problem)
+        return job.trajectories(results)
 
     try:
         with AsyncRunner() as runner:
@@ -153,8 +158,11 @@ def play(
         pool.close()
 
 
-def between(engine: Engine, said: str) -> list[int]:
-    """By hand: what the template puts between two turns, the sampled end of turn left out."""
+def tokens_between(engine: Engine, said: str) -> list[int]:
+    """Return the tokens that the template adds between two turns; the end of the first turn was sampled.
+
+    ``said``: the environment's answer.
+    """
     text = f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
     return engine.tokenizer(text)["input_ids"]
 
@@ -163,7 +171,7 @@ def test_turns_are_joined_token_by_token():
     engine = Engine({0: ["4 and", "5", "6 is"]})
     (t,), episodes = play(engine)
     turns = [[*engine.tokenizer(text)["input_ids"], IM_END] for text in ("4 and", "5", "6 is")]
-    gaps = [between(engine, "1"), between(engine, "2")]
+    gaps = [tokens_between(engine, "1"), tokens_between(engine, "2")]
     expected = [*PROBLEM.prompt_ids, *turns[0], *gaps[0], *turns[1], *gaps[1], *turns[2]]
     assert t.token_ids.tolist() == expected
     mask = [False] * 3
@@ -174,7 +182,7 @@ def test_turns_are_joined_token_by_token():
     assert t.turn_rewards == (0.1, 0.2, 0.3)
     assert not t.wants_score
     assert not episodes.faults
-    # Each prompt is what came before, as it was.
+    # Each prompt is the unchanged beginning of the trajectory.
     whole = t.token_ids.tolist()
     ends = [3, 3 + len(turns[0]) + len(gaps[0]), len(whole) - len(turns[2])]
     assert [list(r.prompt_ids) for r in engine.asked] == [whole[:end] for end in ends]
@@ -190,10 +198,14 @@ def test_versions_log_probabilities_and_routing_are_those_of_the_call_that_sampl
     expected = [-i - call / 10 for call, n in enumerate(lengths, 1) for i in range(n)]
     assert t.columns["rollout_log_probs"].tolist() == pytest.approx(expected)
     assert t.columns["weight_version"].tolist() == np.repeat([1, 2, 3], lengths).tolist()
-    # A call is asked for the rows that are not there: from that of the last token of the turn before.
+    # A request asks for the missing rows only. They start with the row of the previous turn's last token.
     starts = [r.columns["routed_experts"].start for r in engine.asked]
     calls = t.columns["routed_experts"][:, 0, 0].tolist()
-    ends = [0, 3 + lengths[0] - 1, len(engine.asked[2].prompt_ids) - len(between(engine, "2")) - 1]
+    ends = [
+        0,
+        3 + lengths[0] - 1,
+        len(engine.asked[2].prompt_ids) - len(tokens_between(engine, "2")) - 1,
+    ]
     assert starts == ends
     assert calls == [1] * ends[1] + [2] * (ends[2] - ends[1]) + [3] * (t.length - 1 - ends[2])
     # Every row that predicts a sampled token was recorded by the weights that sampled it.
@@ -209,7 +221,7 @@ def test_a_recording_that_was_lost_in_between_is_dropped():
             return answer.without("routed_experts") if self.calls[0] == 2 else answer
 
     (t,), _ = play(Losing({0: ["4", "5", "6"]}))
-    # The third call was asked for all rows, as none were there.
+    # After the lost recording there were no rows, so the third request asked for all of them.
     versions = t.columns["routing_version"]
     assert versions.tolist() == [3] * t.sampled
     assert not usable_rows(t.loss_mask, t.columns)[np.flatnonzero(t.loss_mask)[0] - 1]
@@ -220,7 +232,7 @@ def test_a_recording_that_was_lost_in_between_is_dropped():
     ("limits", "turns"),
     [
         (replace(LIMITS, turns=2), 2),
-        # The prompt, a turn of 2, and what is said are 20 tokens or more: there is none left for a second turn.
+        # The prompt, a turn of 2 tokens and the environment's answer have 20 tokens or more: none is left for turn 2.
         (replace(LIMITS, tokens=20), 1),
     ],
 )
@@ -245,7 +257,7 @@ LONG = "1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9"
 
 
 def test_a_truncated_turn_is_the_last_one(caplog):
-    """And the log and the response say which limit it was."""
+    """The log and the response name the limit that cut the turn."""
     (first, second), _ = play(Engine({0: [LONG], 1: [LONG]}), problems=2)
     for t in (first, second):
         assert (t.turns, t.sampled, t.finish_reason, t.turn_rewards) == (1, 16, "length", (0.1,))
@@ -256,13 +268,13 @@ def test_a_truncated_turn_is_the_last_one(caplog):
 
 
 def test_a_truncated_turn_is_answered_where_the_run_says_so():
-    """The template ends the turn that the policy did not, and only that token is not sampled."""
+    """The template adds the end of turn that the policy did not sample. This token is outside the loss mask."""
     limits = replace(LIMITS, continues_after_cut=True)
     engine = Engine({0: [LONG, "5", "6"]})
     (t,), _ = play(engine, limits=limits)
     cut = engine.tokenizer(LONG)["input_ids"][:16]
     turns = [[*engine.tokenizer(text)["input_ids"], IM_END] for text in ("5", "6")]
-    gaps = [[IM_END, *between(engine, "1")], between(engine, "2")]
+    gaps = [[IM_END, *tokens_between(engine, "1")], tokens_between(engine, "2")]
     expected = [*PROBLEM.prompt_ids, *cut, *gaps[0], *turns[0], *gaps[1], *turns[1]]
     assert t.token_ids.tolist() == expected
     assert (t.turns, t.sampled, t.finish_reason, t.ended_by) == (3, 16 + 2 + 2, "stop", "")
@@ -303,15 +315,16 @@ def test_an_episode_says_which_limit_ended_it(limits, key):
 )
 def test_others_go_on_where_an_environment_fails(kind, reason):
     texts = {i: ["4", "5", "6"] for i in range(4)} | {2: ["4", f"5 {kind}", "6"]}
-    found, episodes = play(Engine(texts), problems=4, timeout_s=1.0)
-    assert [t.finish_reason for t in found] == ["stop", "stop", "failed", "stop"]
-    assert [t.sampled > 0 for t in found] == [True, True, False, True]
-    own = [fault for fault in episodes.faults if "same turns" not in fault]
-    assert all(re.search(reason, fault) for fault in own), own
-    # Twice by itself: the attempt, and one retry. Where it shared its process, once more, as all that did.
+    results, episodes = play(Engine(texts), problems=4, timeout_s=1.0)
+    assert [t.finish_reason for t in results] == ["stop", "stop", "failed", "stop"]
+    assert [t.sampled > 0 for t in results] == [True, True, False, True]
+    planted_faults = [fault for fault in episodes.faults if "same turns" not in fault]
+    assert all(re.search(reason, fault) for fault in planted_faults), planted_faults
+    # An episode fails twice in a process of its own: the first attempt and one retry. Before that it may have failed in
+    # a shared process, and the other three episodes with it.
     assert 2 <= episodes.faults.total() <= 3 + 3
-    assert found[2].reason.startswith("tests.unit.planted_environments:Counting: ")
-    assert re.search(reason, found[2].reason)
+    assert results[2].reason.startswith("tests.unit.planted_environments:Counting: ")
+    assert re.search(reason, results[2].reason)
     assert (episodes.take_faults(), episodes.take_faults()) == (episodes.faults, Counter())
 
 
@@ -344,18 +357,18 @@ def test_no_more_episodes_are_open_at_once_than_there_may_be(places):
     open_now: list[int] = []
     counts: list[int] = []
 
-    async def one(request: GenerationRequest, ask: Any) -> Trajectory:
+    async def play_one(request: GenerationRequest, ask: Any) -> Trajectory:
         open_now.append(request.problem_id)
         counts.append(len(open_now))
-        for _ in range(20):  # the others have their turns
+        for _ in range(20):  # let the other episodes run
             await asyncio.sleep(0)
         open_now.remove(request.problem_id)
         return await ask(request)
 
     job = GenerationJob([replace(PROBLEM, problem_id=i) for i in range(5)], 1, SamplingParams(16))
     limits = GenerationLimits(2, episodes=places)
-    done = asyncio.run(generate_many(engine, job.requests(), limits, play=one))
-    assert len(done) == 5
+    results = asyncio.run(generate_many(engine, job.requests(), limits, play=play_one))
+    assert len(results) == 5
     assert max(counts) == places
 
 
@@ -363,7 +376,8 @@ def test_half_of_a_character_is_put_to_the_model_as_a_question_mark():
     engine = Engine({0: ["4", "5", "6"]})
     (t,), episodes = play(engine, "Halving")
     assert (t.finish_reason, episodes.faults) == ("stop", Counter())
-    assert between(engine, "1?") == engine.asked[1].prompt_ids[-len(between(engine, "1?")) :]
+    gap = tokens_between(engine, "1?")
+    assert gap == engine.asked[1].prompt_ids[-len(gap) :]
 
 
 def test_what_no_tokenizer_takes_is_a_fault():
@@ -380,7 +394,7 @@ def test_what_no_tokenizer_takes_is_a_fault():
 
 
 def test_a_fault_costs_no_sampled_token(tmp_path):
-    """The same turns are given to a new environment."""
+    """A new environment gets the same turns again, so no turn is sampled again."""
     engine = Engine({0: ["4", "5", "6"]})
     (t,), episodes = play(engine, "OnceBroken", flag=str(tmp_path / "flag"))
     assert (t.turns, t.finish_reason, t.turn_rewards) == (3, "stop", (0.1, 0.2, 0.3))
@@ -395,34 +409,39 @@ def test_turns_that_are_answered_otherwise_are_drawn_again(tmp_path):
     assert (t.turns, t.finish_reason) == (3, "stop")
     assert len(engine.asked) == 2 + 3
     assert episodes.faults.total() == 2
-    said = engine.tokenizer.decode(t.token_ids[~t.loss_mask])
-    assert "user\n9" in said
-    assert "user\n1" not in said
+    context = engine.tokenizer.decode(t.token_ids[~t.loss_mask])
+    assert "user\n9" in context
+    assert "user\n1" not in context
 
 
 # --- first observations
 
 
-def greeted(said: str, texts: list[str], limits: EpisodeLimits = LIMITS, **options: Any) -> Any:
-    """The episode, the requests, and by hand the prompt in which the environment ``said`` something."""
+def play_greeting(
+    said: str, texts: list[str], limits: EpisodeLimits = LIMITS, **options: Any
+) -> Any:
+    """Play an episode in which the environment says ``said`` before the first turn.
+
+    Returns the trajectory, the requests, the expected prompt of the first turn, and the Episodes.
+    """
     engine = Engine({0: texts})
-    opened = "<|im_start|>user\n3+5<|im_end|>\n"
-    first = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
-    prompt = engine.tokenizer(opened + "<|im_start|>assistant\n")["input_ids"]
+    question = "<|im_start|>user\n3+5<|im_end|>\n"
+    greeting = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    prompt = engine.tokenizer(question + "<|im_start|>assistant\n")["input_ids"]
     problem = replace(PROBLEM, prompt_ids=tuple(prompt))
     (t,), episodes = play(engine, "Greeting", limits, problem=problem, **options)
-    return t, engine.asked, engine.tokenizer(opened + first)["input_ids"], episodes
+    return t, engine.asked, engine.tokenizer(question + greeting)["input_ids"], episodes
 
 
 def test_a_first_observation_is_a_message_after_the_problems():
-    t, asked, prompt, _ = greeted("Begin: 7", ["4", "5", "6"], greeting="Begin: 7")
+    t, asked, prompt, _ = play_greeting("Begin: 7", ["4", "5", "6"], greeting="Begin: 7")
     assert list(asked[0].prompt_ids) == t.prompt_ids.tolist() == prompt
     assert (t.turns, t.finish_reason, t.stamp.digests) == (3, "stop", t.digests())
 
 
 def test_turns_that_follow_another_first_observation_are_drawn_anew(tmp_path):
     flag = str(tmp_path / "flag")
-    t, asked, prompt, episodes = greeted("hi!", ["4", "5", "6"], greeting="hi", flag=flag)
+    t, asked, prompt, episodes = play_greeting("hi!", ["4", "5", "6"], greeting="hi", flag=flag)
     assert t.prompt_ids.tolist() == prompt
     assert len(asked) == 2 + 3
     assert asked[2].prompt_ids == prompt
@@ -430,15 +449,17 @@ def test_turns_that_follow_another_first_observation_are_drawn_anew(tmp_path):
 
 
 def test_a_first_observation_has_its_limits():
-    t, _, _, episodes = greeted("", ["4"], greeting="1 " * 300)
+    t, _, _, episodes = play_greeting("", ["4"], greeting="1 " * 300)
     assert t.finish_reason == "failed"
     assert mentions(next(iter(episodes.faults)), 64, "environment.max_observation_tokens")
-    _, _, prompt, _ = greeted("hi", ["4"], greeting="hi")
+    _, _, prompt, _ = play_greeting("hi", ["4"], greeting="hi")
     limits = replace(LIMITS, tokens=len(prompt))
-    t, _, _, _ = greeted("hi", ["4"], limits, greeting="hi")
+    t, _, _, _ = play_greeting("hi", ["4"], limits, greeting="hi")
     assert mentions(t.reason, "reset", len(prompt), len(prompt), "environment.max_tokens")
     # One token is left for the first turn.
-    t, asked, _, _ = greeted("hi", ["4"], replace(limits, tokens=len(prompt) + 1), greeting="hi")
+    t, asked, _, _ = play_greeting(
+        "hi", ["4"], replace(limits, tokens=len(prompt) + 1), greeting="hi"
+    )
     assert (asked[0].sampling.max_new_tokens, t.length, t.finish_reason) == (
         1,
         len(prompt) + 1,
@@ -465,12 +486,13 @@ def test_a_branch_that_can_not_be_is_a_fault():
     seeds = []
     said = [{"role": "user", "content": "8"}]
     for number, delta in ((0, "<|im_end|>\n<|im_start|>user"), (1, "<|im_start|>user")):
-        # The end that was sampled is another branch's.
+        # The turn of branch 0 has no sampled end, so the template adds one. Branch 1 is new and begins with a message.
         episodes._prepare_next_turn(episode, ChatCall(said, branch=number))
         assert tokenizer().decode(episode.delta).startswith(delta)
         seeds.append(episodes._request(episode).sampling.seed)
-    # Equal prompts of two branches are answered independently.
-    assert (seeds[0], seeds[1] == 5) == (5, False)
+    # Branches have different seeds, so that equal prompts of two branches get independent answers.
+    assert seeds[0] == 5
+    assert seeds[1] != 5
     with pytest.raises(EnvironmentFaultError, match=mentioning("branch 2", 1)):
         episodes._prepare_next_turn(episode, ChatCall(said, branch=2))
     with pytest.raises(EnvironmentFaultError, match=mentioning("reset", "branch 1", 0)):
@@ -478,7 +500,7 @@ def test_a_branch_that_can_not_be_is_a_fault():
 
 
 def test_what_follows_a_turn_depends_on_the_end_of_its_own_branch():
-    """Branch 0 sampled its end, and branch 1, the newest, was cut off before."""
+    """Branch 0 ends with a sampled end of turn. Branch 1, the newest one, was cut off before its end."""
     pool = EnvironmentPool(EnvironmentSpec(f"{PLANTED}:Greeting", {}, 60.0), workers=1)
     episodes = Episodes(pool, TurnTemplate(tokenizer(), "user"), LIMITS)
     said = [{"role": "user", "content": "8"}]
@@ -491,11 +513,13 @@ def test_what_follows_a_turn_depends_on_the_end_of_its_own_branch():
         assert delta.removeprefix("<|im_end|>").startswith("\n<|im_start|>user")
 
 
-# --- what an episode earns
+# --- rewards and advantages of episodes
 
 
 def test_what_turns_earn_is_added_to_what_the_rewards_give_the_last_one():
-    """0.25 + 0.5 + 1, 0.5 + 0; truncated ones earn at most 0: min(0, 0.75), min(0, -0.25)."""
+    """The rewards by hand are 0.25 + 0.5 + 1 and 0.5 + 0. The two truncated episodes earn at most 0: min(0, 0.75) and
+    min(0, -0.25).
+    """
 
     def episode(rewards: tuple[float, ...], reason: FinishReason = "stop") -> Trajectory:
         return Trajectory.of_response([1], [2], turn_rewards=rewards, finish_reason=reason)
@@ -511,14 +535,15 @@ def test_what_turns_earn_is_added_to_what_the_rewards_give_the_last_one():
 
 
 def turns_of(lengths: list[int], rewards: tuple[float, ...], **fields: Any) -> Trajectory:
-    """An episode of turns of these lengths, a token before each of them."""
+    """An episode whose turns have these lengths, with one context token before each turn."""
     mask = np.concatenate([np.arange(n + 1) > 0 for n in lengths])
     return Trajectory(7, 0, np.arange(len(mask)), mask, turn_rewards=rewards, **fields)
 
 
 def test_by_turn_each_token_has_what_its_turn_and_later_ones_earn():
-    """Returns (1.75, 1.5), (0.5) and, as a truncated response earns nothing, (0, 0.5 - 1.25); means .75 and 1.25 / 3:
-    the second response counts with its last turn."""
+    """The returns by hand are (1.75, 1.5), (0.5) and (0, 0.5 - 1.25). The third response is truncated, so it earns 0 in
+    all. The means are 0.75 for turn 1 and 1.25 / 3 for turn 2, where the second response counts with its only turn.
+    """
     batch = [
         turns_of([2, 1], (0.25, 0.5)),
         turns_of([1], (0.5,)),
@@ -541,8 +566,10 @@ def test_by_turn_each_token_has_what_its_turn_and_later_ones_earn():
 
 
 def test_turns_of_branches_are_paired_as_they_lie_and_not_by_time():
-    """The first response's second turn lies third, in a branch of its own: it is compared with the other's third.
-    Returns as they lie: (0.7, 0.4, 0.6) and (0.3, 0.3, 0.1)."""
+    """The first response sampled its second turn in a branch of its own, whose tokens stand third. This turn is
+    compared with the third turn of the other response. The returns in the order of the tokens are (0.7, 0.4, 0.6) and
+    (0.3, 0.3, 0.1).
+    """
     branched = turns_of([1, 1, 1], (0.1, 0.4, 0.2), turn_times=(0, 2, 1))
     straight = turns_of([1, 1, 1], (0.0, 0.2, 0.1))
     settings = AlgorithmConfig()
@@ -569,20 +596,22 @@ def test_a_failed_episode_has_no_reward_and_one_that_is_not_scored_is_not_put_to
     right = Trajectory.of_response([1], [2], text="= 8")
     scores: dict[Any, Any] = {}
     with Scorer(RewardConfig(name="exact_integer")) as scorer:
-        arrived = score_on_arrival(scorer, job, scores)
-        arrived((0, 0), right)
-        arrived((0, 1), replace(right, wants_score=False))
-        gone = Trajectory.of_response([1], [], finish_reason="failed", reason="x: gone")
-        arrived((0, 2), gone)
-        found = [scores[0, sample].result() for sample in range(3)]
-    assert [score.value for score in found[:2]] == [1.0, 0.0]
-    assert [score.unavailable for score in found] == [None, None, "reward environment: x: gone"]
+        on_response = score_on_arrival(scorer, job, scores)
+        on_response((0, 0), right)
+        on_response((0, 1), replace(right, wants_score=False))
+        failed = Trajectory.of_response([1], [], finish_reason="failed", reason="x: gone")
+        on_response((0, 2), failed)
+        results = [scores[0, sample].result() for sample in range(3)]
+    assert [score.value for score in results[:2]] == [1.0, 0.0]
+    assert [score.unavailable for score in results] == [None, None, "reward environment: x: gone"]
 
 
-# --- the table, and what ships
+# --- the table of environments, and the environments of this package
 
 
-def alone(environment: Any, turn: str) -> Step:
+def first_step(environment: Any, turn: str) -> Step:
+    """Return the answer of a new episode to its first turn."""
+
     async def work() -> Step:
         await environment.reset(PROBLEM)
         return await environment.step(Turn(turn, (1,)))
@@ -591,14 +620,14 @@ def alone(environment: Any, turn: str) -> Step:
 
 
 def test_rewards_are_an_environment_of_one_turn():
-    assert alone(SingleTurn(), "3+5=8") == Step(done=True, is_scored=True)
+    assert first_step(SingleTurn(), "3+5=8") == Step(done=True, is_scored=True)
 
 
 def test_the_calculator_answers_calls_and_leaves_the_rest_to_the_rewards():
-    assert alone(Calculator(), "? 3 + 5") == Step("8")
-    assert alone(Calculator(call_reward=0.25), "well ? 3*(2-5)") == Step("-9", 0.25)
-    assert alone(Calculator(call_reward=0.25), "? 3 +") == Step("error")
-    assert alone(Calculator(), "= 8") == Step(done=True, is_scored=True)
+    assert first_step(Calculator(), "? 3 + 5") == Step("8")
+    assert first_step(Calculator(call_reward=0.25), "well ? 3*(2-5)") == Step("-9", 0.25)
+    assert first_step(Calculator(call_reward=0.25), "? 3 +") == Step("error")
+    assert first_step(Calculator(), "= 8") == Step(done=True, is_scored=True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Figures of an evaluation, worked by hand, and what an evaluation refuses."""
+"""The figures of an evaluation against values computed by hand, and a checkpoint that an evaluation refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def test_the_average_is_over_all_responses():
 
 def test_pass_at_k_is_the_unbiased_estimator():
     result = SetResult([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], 0, 1.0)
-    # One of four responses passes: of one try 1/4, of two 1 - C(3,2)/C(4,2) = 1/2, of four 1; of the other problem 0.
+    # One of four responses to the first problem passes: pass@1 is 1/4, pass@2 is 1 - C(3,2)/C(4,2) = 1/2, pass@4 is 1.
+    # For the second problem all are 0.
     assert result.pass_at(1, 0.5) == pytest.approx(1 / 8)
     assert result.pass_at(2, 0.5) == pytest.approx(1 / 4)
     assert result.pass_at(4, 0.5) == pytest.approx(1 / 2)

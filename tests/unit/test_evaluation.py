@@ -1,4 +1,4 @@
-"""Evaluation on one rank with a scripted engine: what it asks for, when it scores, and avg@k by hand."""
+"""Evaluation on one rank with a scripted engine: the jobs that it starts, when it scores, and avg@k by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def response(problem: Problem, sample: int, text: str, version: int = 0, **how: 
 
 
 class Engine(RecordedStarts):
-    """Answers the sample's number from weights ``version``; its last response comes when all others are scored."""
+    """An engine with weight version ``version`` that answers each request with the number of its sample.
+
+    The last response arrives only after the scorer has released ``scored`` for each of the others.
+    """
 
     version = 0
 
@@ -64,13 +67,15 @@ class Engine(RecordedStarts):
 
     def start(self, *arguments: Any, **done: Any) -> Any:
         generation = super().start(*arguments, **done)
-        assert generation.order == 0  # before those of any batch
+        assert generation.order == 0  # evaluations come before any batch
         generation.version = self.version
         return generation
 
-    def finish(self, generation: Any, held: int | None, *, mixes: bool) -> list[Trajectory]:
+    def finish(
+        self, generation: Any, trainer_version: int | None, *, mixes: bool
+    ) -> list[Trajectory]:
         assert not mixes
-        assert held == generation.version
+        assert trainer_version == generation.version
         job = generation.job
         answers = {
             (i, s): response(p, s, str(s), generation.version)
@@ -86,8 +91,8 @@ class Engine(RecordedStarts):
         return list(answers.values())
 
 
-class Told(Scorer):
-    """Says of every response that it is scored."""
+class CountingScorer(Scorer):
+    """A scorer that releases the semaphore ``scored`` once for each scored response."""
 
     def __init__(self) -> None:
         super().__init__(EXACT)
@@ -106,8 +111,10 @@ def settings(folder: Path, **evaluation: Any) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
-def sections(config: TrainConfig) -> tuple[EvaluationConfig, GenerationJob, AlgorithmConfig]:
-    """What an evaluation of a run goes by."""
+def evaluator_settings(
+    config: TrainConfig,
+) -> tuple[EvaluationConfig, GenerationJob, AlgorithmConfig]:
+    """Return the settings of an Evaluator: the evaluation, the template of its jobs, and the algorithm."""
     sampling = SamplingParams(config.rollout.max_response_tokens)
     seeds = SamplingSeeds(config.run.seed, "", ()) if config.engine.deterministic else None
     return config.evaluation, GenerationJob((), 2, sampling, seeds=seeds), config.algorithm
@@ -124,11 +131,11 @@ def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_
     tree = minimal(tmp_path)
     tree["evaluation"] = {"samples_per_prompt": 2}
     tree["engine"] = {"deterministic": True}
-    config, scorer = TrainConfig.model_validate(tree), Told()
+    config, scorer = TrainConfig.model_validate(tree), CountingScorer()
     engine: Any = Engine(scorer.scored)
     sets = {name: [Problem(i, "p", "0", (7,)) for i in range(3)] for name in ("one", "two")}
     maker = sample_maker([*sets["one"], *sets["two"]])
-    evaluator = Evaluator(sets, *sections(config), TOPOLOGY, engine, scorer, maker)
+    evaluator = Evaluator(sets, *evaluator_settings(config), TOPOLOGY, engine, scorer, maker)
     for step in (1, 2):
         engine.version = step
         evaluator.finish(evaluator.begin(step), step)
@@ -138,26 +145,27 @@ def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_
 
 
 def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None:
-    scorer = Told()
+    scorer = CountingScorer()
     engine: Any = Engine(scorer.scored)
     problems = [
         Problem(0, "p", "0", (7, 8)),
         Problem(1, "p", "3", (9,)),
         Problem(2, "p", "5", (9,)),
     ]
-    evaluation, template, algorithm = sections(settings(tmp_path, top_p=0.5))
-    # What a run takes from long responses is no part of what they are worth.
-    shaped = algorithm.model_copy(update={"length_penalty": 7.0, "overlong_tokens": 3})
+    evaluation, template, algorithm = evaluator_settings(settings(tmp_path, top_p=0.5))
+    # A length penalty changes only training rewards, so the accuracy must be without it.
+    with_penalty = algorithm.model_copy(update={"length_penalty": 7.0, "overlong_tokens": 3})
     evaluator = Evaluator(
-        {"test": problems[:2], "hard": problems[1:]}, evaluation, template, shaped, TOPOLOGY,
+        {"test": problems[:2], "hard": problems[1:]}, evaluation, template, with_penalty, TOPOLOGY,
         engine, scorer, sample_maker(problems),
     )  # fmt: skip
     engine.version = 6
     found, samples = evaluator.finish(evaluator.begin(6), 6)
-    # Of the samples 0 to 3 one answers problem 0, one problem 1, none problem 2.
+    # The responses are 0 to 3. One of them answers problem 0, one problem 1 and none problem 2.
     assert found == {"evaluation/test/accuracy": 2 / 8, "evaluation/hard/accuracy": 1 / 8}
     assert [s.set for s in samples] == ["test"] * 4 + ["hard"] * 4
-    for name in ("test", "hard"):  # what earned something is among them
+    # The samples that are written include the correct response.
+    for name in ("test", "hard"):
         assert 1.0 in {s.reward for s in samples if s.set == name}
     assert engine.descriptions == ["evaluate on test", "evaluate on hard"]
     assert [list(job.problems) for job in engine.jobs] == [problems[:2], problems[1:]]
@@ -169,19 +177,19 @@ def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None
 def test_an_evaluation_has_its_own_limit_or_the_rollouts(
     tmp_path: Path, limit: dict[str, int], expected: int
 ) -> None:
-    scorer, config = Told(), settings(tmp_path, **limit)
+    scorer, config = CountingScorer(), settings(tmp_path, **limit)
     assert config.rollout.max_response_tokens == 64
     engine: Any = Engine(scorer.scored)
     sets = {"test": [PROBLEM]}
     evaluator = Evaluator(
-        sets, *sections(config), TOPOLOGY, engine, scorer, sample_maker([PROBLEM])
+        sets, *evaluator_settings(config), TOPOLOGY, engine, scorer, sample_maker([PROBLEM])
     )
     evaluator.begin(0)
     assert [job.sampling.max_new_tokens for job in engine.jobs] == [expected]
 
 
-class Given(RecordedStarts):
-    """An engine with given responses to one problem, which are told in reverse."""
+class ReadyEngine(RecordedStarts):
+    """An engine that already has the responses to one problem. They arrive in reverse order."""
 
     def __init__(self, responses: list[Trajectory]) -> None:
         super().__init__()
@@ -193,42 +201,45 @@ class Given(RecordedStarts):
             generation.on_response((0, sample), answer)
         return generation
 
-    def finish(self, generation: Any, held: int | None, *, mixes: bool) -> list[Trajectory]:
-        self.held = held
+    def finish(
+        self, generation: Any, trainer_version: int | None, *, mixes: bool
+    ) -> list[Trajectory]:
+        self.trainer_version = trainer_version
         return self.responses
 
 
-def scored(responses: list[Trajectory], folder: Path, **algorithm: Any) -> list[Trajectory]:
+def score(responses: list[Trajectory], folder: Path, **algorithm: Any) -> list[Trajectory]:
     job = GenerationJob([PROBLEM], len(responses), SamplingParams(4))
-    engine: Any = Given(responses)
+    engine: Any = ReadyEngine(responses)
     generation = ScoredGeneration(engine, Scorer(EXACT), job, "")
     generation.wait(3)
-    assert (engine.held, generation.seconds) == (3, 1.0)
-    chosen = settings(folder).algorithm.model_copy(update=algorithm)
-    return generation.scored(chosen)
+    assert (engine.trainer_version, generation.seconds) == (3, 1.0)
+    changed_algorithm = settings(folder).algorithm.model_copy(update=algorithm)
+    return generation.scored(changed_algorithm)
 
 
 PROBLEM = Problem(0, "p", "1", (7,))
 
 
 def test_scores_belong_to_their_responses_whatever_comes_first(tmp_path: Path) -> None:
-    found = scored([response(PROBLEM, s, text) for s, text in enumerate("0110")], tmp_path)
-    assert [t.reward for t in found] == [0, 1, 1, 0]
-    assert [t.advantage for t in found] == [-0.5, 0.5, 0.5, -0.5]
+    responses = [response(PROBLEM, s, text) for s, text in enumerate("0110")]
+    trajectories = score(responses, tmp_path)
+    assert [t.reward for t in trajectories] == [0, 1, 1, 0]
+    assert [t.advantage for t in trajectories] == [-0.5, 0.5, 0.5, -0.5]
 
 
 def test_a_truncated_response_earns_nothing_where_the_run_wants_it(tmp_path: Path) -> None:
     cut = [response(PROBLEM, 0, "1", finish_reason="length"), response(PROBLEM, 1, "1")]
-    assert [t.reward for t in scored(cut, tmp_path, truncated_responses="zero-reward")] == [0, 1]
-    assert [t.reward for t in scored(cut, tmp_path, truncated_responses="as-verified")] == [1, 1]
+    assert [t.reward for t in score(cut, tmp_path, truncated_responses="zero-reward")] == [0, 1]
+    assert [t.reward for t in score(cut, tmp_path, truncated_responses="as-verified")] == [1, 1]
 
 
 def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
     scorer = Scorer(EXACT)
     unanswerable = replace(PROBLEM, answer="one")
-    engine: Any = Given([response(unanswerable, s, "1") for s in range(4)])
+    engine: Any = ReadyEngine([response(unanswerable, s, "1") for s in range(4)])
     evaluator = Evaluator(
-        {"test": [unanswerable]}, *sections(settings(tmp_path)), TOPOLOGY, engine, scorer,
+        {"test": [unanswerable]}, *evaluator_settings(settings(tmp_path)), TOPOLOGY, engine, scorer,
         sample_maker([unanswerable]),
     )  # fmt: skip
     evaluation = evaluator.begin(0)
@@ -236,8 +247,8 @@ def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
         evaluator.finish(evaluation, 0)
 
 
-class Redrawing(RecordedStarts):
-    """An engine whose ``words`` are the responses of one problem in the order in which it is asked for them."""
+class WordEngine(RecordedStarts):
+    """An engine that answers the requests for one problem with ``words``, one after the other."""
 
     def __init__(self, words: list[str]) -> None:
         super().__init__()
@@ -252,16 +263,18 @@ class Redrawing(RecordedStarts):
                 generation.on_response((0, sample), generation.done[0, sample])
         return generation
 
-    def finish(self, generation: Any, held: int | None, *, mixes: bool) -> list[Trajectory]:
-        assert (held, mixes, generation.order) == (3, False, 7)
+    def finish(
+        self, generation: Any, trainer_version: int | None, *, mixes: bool
+    ) -> list[Trajectory]:
+        assert (trainer_version, mixes, generation.order) == (3, False, 7)
         return [generation.done[0, sample] for sample in range(3)]
 
 
-def redrawn(words: list[str], folder: Path, rounds: int = 2) -> tuple[Any, ...]:
+def generate_with_replacements(words: list[str], folder: Path, rounds: int = 2) -> tuple[Any, ...]:
     config = RewardConfig(
         name="tests.unit.planted_rewards:unlucky", attempts=1, workers=1, max_replacements=rounds
     )
-    engine: Any = Redrawing(words)
+    engine: Any = WordEngine(words)
     job = GenerationJob([PROBLEM], 3, SamplingParams(4), seeds=SamplingSeeds(1, "step 4", (0,)))
     with Scorer(config) as scorer:
         generation = ScoredGeneration(engine, scorer, job, "step 4: generate", 7)
@@ -271,9 +284,11 @@ def redrawn(words: list[str], folder: Path, rounds: int = 2) -> tuple[Any, ...]:
 
 
 def test_a_response_whose_reward_cannot_be_had_is_replaced_by_another(tmp_path: Path) -> None:
-    found, engine, scorer, generation = redrawn(["abcde", "bad", "a", "bad", "ab"], tmp_path)
+    found, engine, scorer, generation = generate_with_replacements(
+        ["abcde", "bad", "a", "bad", "ab"], tmp_path
+    )
     assert [(t.text, t.reward) for t in found] == [("abcde", 5), ("ab", 2), ("a", 1)]
-    # Nothing of a reward 0: the mean is of those that there are.
+    # A response without a reward does not count as 0: the mean is over the three rewards 5, 2 and 1.
     assert [t.advantage for t in found] == pytest.approx([7 / 3, -2 / 3, -5 / 3])
     assert [t.sample_index for t in found] == [0, 1, 2]
     assert engine.descriptions == [
@@ -281,7 +296,7 @@ def test_a_response_whose_reward_cannot_be_had_is_replaced_by_another(tmp_path: 
         "step 4: generate, replacement 1",
         "step 4: generate, replacement 2",
     ]
-    # Another seed, or a deterministic engine would draw the same again.
+    # Each replacement has another seed: a deterministic engine would sample the same response again.
     assert len({job.seeds.of(0, 1) for job in engine.jobs}) == 3
     assert scorer.failures["reward/replaced"] == 2
     assert (generation.seconds, generation.timed_out) == (3.0, 6)
@@ -293,11 +308,14 @@ def test_a_run_ends_where_replacements_have_no_reward_either(tmp_path: Path) -> 
         RewardUnavailableError,
         match=r"1 responses .*reward unlucky: .*\(after 1 ",
     ):
-        redrawn(["a", "bad", "c", "bad"], tmp_path, rounds=1)
+        generate_with_replacements(["a", "bad", "c", "bad"], tmp_path, rounds=1)
 
 
-class Losing(Redrawing):
-    """Loses its weights while a replacement is drawn."""
+class LosingEngine(WordEngine):
+    """An engine that loses its weights while it samples a replacement.
+
+    ``under_way``: the generations that were neither finished nor dropped.
+    """
 
     def __init__(self) -> None:
         super().__init__(["bad", "a", "b", "c"])
@@ -307,7 +325,9 @@ class Losing(Redrawing):
         self.under_way.append(super().start(*arguments, **done))
         return self.under_way[-1]
 
-    def finish(self, generation: Any, held: int | None, *, mixes: bool) -> list[Trajectory]:
+    def finish(
+        self, generation: Any, trainer_version: int | None, *, mixes: bool
+    ) -> list[Trajectory]:
         if len(self.jobs) > 1:
             raise WeightsLostError("killed")
         self.under_way.remove(generation)
@@ -321,10 +341,10 @@ def test_an_evaluation_that_is_lost_with_a_replacement_leaves_nothing_under_way(
     tmp_path: Path,
 ) -> None:
     name = "tests.unit.planted_rewards:unlucky"
-    engine: Any = Losing()
+    engine: Any = LosingEngine()
     with Scorer(RewardConfig(name=name, attempts=1, workers=1, max_replacements=1)) as scorer:
         evaluator = Evaluator(
-            {"test": [PROBLEM]}, *sections(settings(tmp_path, samples_per_prompt=3)), TOPOLOGY,
+            {"test": [PROBLEM]}, *evaluator_settings(settings(tmp_path, samples_per_prompt=3)), TOPOLOGY,
             engine, scorer, sample_maker([PROBLEM]),
         )  # fmt: skip
         with pytest.raises(WeightsLostError):
@@ -334,11 +354,12 @@ def test_an_evaluation_that_is_lost_with_a_replacement_leaves_nothing_under_way(
 
 
 def test_a_truncated_response_never_gains_by_it(tmp_path: Path) -> None:
-    """Where rewards are negative, 0 would be the best one."""
+    """A truncated response gets 0 in place of a positive reward. It keeps a negative reward: 0 would be more."""
     cut = response(PROBLEM, 0, "x", finish_reason="length")
-    chosen = settings(tmp_path).algorithm.model_copy(update={"truncated_responses": "zero-reward"})
+    algorithm = settings(tmp_path).algorithm
+    zeroing = algorithm.model_copy(update={"truncated_responses": "zero-reward"})
     for value, reward in ((-3.0, -3.0), (2.0, 0.0)):
-        (found,) = with_rewards([cut], [Score(value)], 1, chosen, most_tokens=16)
+        (found,) = with_rewards([cut], [Score(value)], 1, zeroing, most_tokens=16)
         assert found.reward == reward
 
 
@@ -358,9 +379,12 @@ def test_a_generation_frees_its_responses_with_itself() -> None:
 # --- when a run evaluates, and which record gets the figures
 
 
-class HandlesOnly(RecordedStarts):
-    """An engine on which problem 0 earns in ``right`` of 4 responses. ``version``: of its weights. ``lost``: by the
-    time that somebody waits, it has lost them."""
+class LoggingEngine(RecordedStarts):
+    """An engine that records its calls in ``log``.
+
+    ``version``: the version of its weights. ``right``: how many of 4 responses to problem 0 are correct. ``lost``:
+    whether ``finish`` finds that the engine has lost the weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,9 +397,9 @@ class HandlesOnly(RecordedStarts):
         generation.version, generation.right = self.version, self.right
         return generation
 
-    def finish(self, generation: Any, held: int, *, mixes: bool) -> list[Trajectory]:
-        self.log.append(f"finish {generation.version}, trainer {held}")
-        if self.lost and not mixes and held != generation.version:
+    def finish(self, generation: Any, trainer_version: int, *, mixes: bool) -> list[Trajectory]:
+        self.log.append(f"finish {generation.version}, trainer {trainer_version}")
+        if self.lost and not mixes and trainer_version != generation.version:
             raise WeightsLostError(f"weight version {generation.version} is lost: killed")
         (problem,) = generation.job.problems
         answers = [
@@ -398,13 +422,13 @@ class Run:
         tree["run"] = {"directory": str(folder / "run"), "steps": 5}
         tree["evaluation"] = {"samples_per_prompt": 4, "every": 2}
         config = TrainConfig.model_validate(tree)
-        self.engine = HandlesOnly()
+        self.engine = LoggingEngine()
         engine: Any = self.engine
         self.folder, self.timer = folder / "run", PhaseTimer()
         info = RunInfo.of_config(config.model_dump())
         self.recorder = Recorder(config.run, info, 0, 0, evaluates=True)
         evaluator = Evaluator(
-            {"sums": [PROBLEM]}, *sections(config), TOPOLOGY, engine,
+            {"sums": [PROBLEM]}, *evaluator_settings(config), TOPOLOGY, engine,
             Scorer(EXACT), sample_maker([PROBLEM]),
         )  # fmt: skip
         self.evaluations = Evaluations(
@@ -422,12 +446,14 @@ class Run:
 
     @property
     def accuracies(self) -> dict[int, float]:
-        found = {r["step"]: r.get("evaluation/sums/accuracy") for r in read_records(self.folder)}
-        return {step: value for step, value in found.items() if value is not None}  # type: ignore[misc]
+        values = {r["step"]: r.get("evaluation/sums/accuracy") for r in read_records(self.folder)}
+        return {step: value for step, value in values.items() if value is not None}  # type: ignore[misc]
 
 
 def test_an_evaluation_goes_on_while_the_next_batch_is_trained_on(tmp_path: Path) -> None:
-    """After step v version v earns in v - 1 of 4 responses; the record of step v says so, whenever it is known."""
+    """Version v answers v - 1 of 4 responses correctly. The row of step v gets this accuracy, although it is known only
+    when a later step is trained.
+    """
     run = Run(tmp_path, background=True)
     for step in (1, 2):
         run.step(step)
@@ -444,7 +470,7 @@ def test_an_evaluation_goes_on_while_the_next_batch_is_trained_on(tmp_path: Path
     assert run.accuracies == {2: 1 / 4, 4: 3 / 4, 5: 4 / 4}
     records = {r["step"]: r for r in read_records(run.folder)}
     assert list(records) == [1, 2, 3, 4, 5]
-    # The wait is part of the step in which it happened, and told of the evaluation that it was for.
+    # The time of the step that waited contains the wait. The row of the evaluated step has it as well.
     assert [s for s, r in records.items() if "time/evaluate_s" in r] == [3, 5]
     assert [s for s, r in records.items() if "evaluation/waited_s" in r] == [2, 4]
     assert [line["step"] for line in read_step_lines(run.folder / "samples.jsonl")] == (
@@ -485,9 +511,9 @@ def test_weights_that_nobody_has_any_more_are_not_evaluated_but_the_next_ones(
 
 
 def test_a_token_of_other_weights_is_refused(tmp_path: Path) -> None:
-    engine: Any = Given([response(PROBLEM, s, "1", version=s // 3) for s in range(4)])
+    engine: Any = ReadyEngine([response(PROBLEM, s, "1", version=s // 3) for s in range(4)])
     evaluator = Evaluator(
-        {"test": [PROBLEM]}, *sections(settings(tmp_path)), TOPOLOGY, engine,
+        {"test": [PROBLEM]}, *evaluator_settings(settings(tmp_path)), TOPOLOGY, engine,
         Scorer(EXACT), sample_maker([PROBLEM]),
     )  # fmt: skip
     evaluation = evaluator.begin(0)

@@ -1,4 +1,5 @@
-"""What travels between ranks, in which pieces, and to whom; all by hand, without a process group."""
+"""The parts of trajectories that ranks exchange: how columns are split, which stages need which part, and in which
+pieces the parts are sent. No process group is needed."""
 
 from __future__ import annotations
 
@@ -29,20 +30,19 @@ from megatron_dppo.loop.exchange import (
 from megatron_dppo.trainer.run_export import SEQUENCES_TO_CHECK, examples_of
 from tests.trajectories import same, trajectory
 
-ROUTED = np.arange(24, dtype=np.uint8).reshape(
-    4, 3, 2
-)  # 4 tokens but the last, 3 layers, 2 experts
+# 5 tokens without the last one, 3 layers, 2 experts.
+ROUTED = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
 FORMS = {"routed_experts": Form("uint8", (3, 2)), "rollout_log_probs": Form("float32", ())}
 STAGES = Stages(2, [[1], [0, 2]])
 
 
-def one() -> Trajectory:
+def example_trajectory() -> Trajectory:
     whole = trajectory([1, 2], [3, 4, 5], routed_experts=ROUTED, weight_version=[6, 6, 7])
     return replace(whole, problem_id=8, sample_index=2, reward=0.1, finish_reason="length")
 
 
 def test_an_outline_tells_what_the_trajectory_does_and_survives_json():
-    whole = one()
+    whole = example_trajectory()
     outline = Outline.of(whole)
     for name in ("problem_id", "sample_index", "length", "sampled", "reward", "advantage"):
         assert getattr(outline, name) == getattr(whole, name)
@@ -52,7 +52,7 @@ def test_an_outline_tells_what_the_trajectory_does_and_survives_json():
 
 
 def test_rows_of_other_weights_than_the_tokens_are_discarded_and_counted():
-    whole = one()
+    whole = example_trajectory()
     usable = usable_rows(whole.loss_mask, whole.columns)
     assert Outline.of(whole).discarded_rows == 2 == len(usable) - usable.sum()
     assert trajectory([1, 2], [3], routed_experts=ROUTED[:2]).discarded_rows == 0
@@ -74,7 +74,7 @@ def test_an_expert_that_stands_twice_is_found_wherever(dtype):
 
 
 def test_a_stage_gets_its_layers_alone_and_all_stages_make_the_whole():
-    whole = one()
+    whole = example_trajectory()
     parts = STAGES.split(5, whole)
     assert parts[ColumnPart(5, "routed_experts", 0)].tolist() == ROUTED[:, [1]].tolist()
     assert parts[ColumnPart(5, "routed_experts", 1)].tolist() == ROUTED[:, [0, 2]].tolist()
@@ -111,23 +111,23 @@ def test_what_the_loss_reads_goes_to_the_last_stage_alone(layers):
     for name in ("token_ids", "loss_mask", "weight_version"):
         assert all(stages.needs(ColumnPart(4, name), s) for s in range(3)), name
     recorded = stages.parts(4, "routed_experts")
-    wanted = [[s for s in range(3) if stages.needs(part, s)] for part in recorded]
-    assert wanted == ([[0], [1], [2]] if layers else [[0, 1, 2]])
+    readers = [[s for s in range(3) if stages.needs(part, s)] for part in recorded]
+    assert readers == ([[0], [1], [2]] if layers else [[0, 1, 2]])
 
 
 def test_a_column_says_which_stages_read_it():
-    for read_by, wanted in (
+    for read_by, expected in (
         (ReadBy.FIRST, [True, False, False]),
         (ReadBy.LAST, [False, False, True]),
         (ReadBy.ALL, [True, True, True]),
     ):
-        assert [read_by.includes(stage, 3) for stage in range(3)] == wanted
+        assert [read_by.includes(stage, 3) for stage in range(3)] == expected
         assert read_by.includes(0, 1)
     assert Column("made_up", ("uint8",), Rows.INPUT).read_by is ReadBy.ALL
 
 
 def test_a_share_has_an_aligned_span_for_each_part():
-    directory = PartDirectory([Outline.of(one())], STAGES, FORMS)
+    directory = PartDirectory([Outline.of(example_trajectory())], STAGES, FORMS)
     parts = [
         ColumnPart(0, "loss_mask"),
         ColumnPart(0, "rollout_log_probs"),
@@ -157,7 +157,11 @@ def test_a_share_has_an_aligned_span_for_each_part():
 
 
 def test_one_rank_of_a_host_receives_for_its_replica_there():
-    """Two replicas of two stages; the second stages share the second host, and their ranks its memory."""
+    """Ranks 2 and 3 are of one replica and share the memory of host "b", so rank 2 receives for both.
+
+    If host "b" has no room for the parts, each of these ranks receives for itself.
+    """
+    # Replica, stage, host and free bytes of each rank.
     rows = [[0, 0, "a", 100], [1, 0, "a", 100], [0, 1, "b", 60], [0, 1, "b", 50], [1, 1, "b", 90]]
     groups = host_groups(rows)
     assert groups[2] == HostGroup(0, (2, 3), frozenset([1]), "b", 50)
@@ -171,7 +175,7 @@ def test_one_rank_of_a_host_receives_for_its_replica_there():
 
 
 def test_an_example_is_a_copy_without_columns():
-    whole = one()
+    whole = example_trajectory()
     assert examples_of({3: whole, SEQUENCES_TO_CHECK: whole}) == [
         (3, [1, 2, 3, 4, 5], [False, False, True, True, True])
     ]

@@ -1,4 +1,4 @@
-"""log pi by transformers, of whatever tokens a trajectory says were sampled."""
+"""transformers computes log pi of exactly those tokens that are sampled according to the trajectory."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.tiny_models import save_tiny_model
 
 
 def test_a_turn_of_an_environment_is_context_and_not_compared(tmp_path):
-    """Two sampled turns of two tokens around one that was not sampled."""
+    """Two sampled turns of two tokens, with a turn of the environment between them."""
     folder = save_tiny_model(tmp_path / "hf", "qwen2", hidden=16, layers=1)
     ids = [20, 21, 30, 31, 40, 41, 42, 32, 33]
     mask = np.isin(np.arange(9), [2, 3, 7, 8])

@@ -1,4 +1,4 @@
-"""A real start whose reward workers die: the rank ends over the error that it was."""
+"""A real start whose reward workers die: the rank ends with an error that names the dead worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = "tests.unit.test_failed_start"
 
 
 def starting_worker(tree: dict[str, Any]) -> str:
-    """What this rank's log says last."""
+    """Run a rank, and return the message of the error that ends it."""
     from megatron_dppo.config.schema import TrainConfig
     from megatron_dppo.logging import FatalError
     from megatron_dppo.loop.run import run_rank
@@ -26,7 +26,7 @@ def starting_worker(tree: dict[str, Any]) -> str:
 
 
 def test_a_dead_reward_worker_is_named(tmp_path: Path) -> None:
-    """Rank 0 scores the gold answers of a start that no check went before."""
+    """No check of the configuration ran before this start, so rank 0 scores the reference answers itself."""
     from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
     tree = minimal(tmp_path)

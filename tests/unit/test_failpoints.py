@@ -41,20 +41,20 @@ def write_with(path: Path, failure: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_atomic_file_is_always_whole(tmp_path: Path, kind: str) -> None:
-    """The second write fails at each of its stages."""
+    """The second of three writes fails, at each of its stages in turn."""
     for stage in ATOMIC:
         path = tmp_path / stage / "state7.json"
         path.parent.mkdir()
-        ended = write_with(path, f"{stage}/state#.json,{kind},2")
+        writer = write_with(path, f"{stage}/state#.json,{kind},2")
         if kind == "delay":
-            assert (ended.returncode, path.read_text()) == (0, "third" * 100)
+            assert (writer.returncode, path.read_text()) == (0, "third" * 100)
             continue
-        killed = kind in ("kill", "torn")
-        assert ended.returncode == (-signal.SIGKILL if killed else 1)
+        is_killed = kind in ("kill", "torn")
+        assert writer.returncode == (-signal.SIGKILL if is_killed else 1)
         assert path.read_text() == ("second" if stage == "renamed" else "first") * 100
-        left = sorted(p.name for p in path.parent.iterdir())
-        # Only a killed process leaves its temporary file behind.
-        assert (left == ["state7.json"]) == (not killed or stage == "renamed")
+        files = sorted(p.name for p in path.parent.iterdir())
+        # Only a process that is killed before the rename is complete leaves its temporary file behind.
+        assert (files == ["state7.json"]) == (not is_killed or stage == "renamed")
 
 
 def test_a_torn_line_is_dropped_by_the_next_start(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_a_failure_notes_itself_first_and_several_may_be_planned(tmp_path: Path)
     note = tmp_path / "note"
     delays = [f"{stage}/state.json,delay,1,{note}" for stage in ("create", "rename")]
     kill = f"write/state.json,kill,2,{note}"
-    ended = write_with(tmp_path / "state.json", ";".join([*delays, kill]))
-    assert ended.returncode == -signal.SIGKILL
+    writer = write_with(tmp_path / "state.json", ";".join([*delays, kill]))
+    assert writer.returncode == -signal.SIGKILL
     assert note.read_text().splitlines() == [*delays, kill]
 
 
@@ -93,6 +93,7 @@ def test_the_next_start_of_a_run_removes_what_a_killed_one_left(tmp_path: Path) 
     path = tmp_path / "rollouts" / "state.json"
     path.parent.mkdir()
     assert write_with(path, "rename/state.json,kill,1").returncode == -signal.SIGKILL
+    # Neither temporary files of this process nor other hidden files are removed.
     own = tmp_path / f".own.json.{os.getpid()}-1"
     own.write_text("of this process")
     (tmp_path / ".hidden").write_text("of a user")

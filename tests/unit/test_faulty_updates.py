@@ -39,12 +39,12 @@ def case(
     folder: Path = tmp_path_factory.mktemp("model")
     save_tiny_model(folder, family, layers=3, dtype=torch.bfloat16, **options)
     shape = load_model_shape(folder)
-    found: dict[str, set[str]] = {}
+    source_names: dict[str, set[str]] = {}
     for parameter in engine_parameters(shape, EngineLayout(1), 0):
         # The experts of a layer are one tensor of the engine.
         name = parameter.name.partition("[")[0]
-        found.setdefault(name, set()).update(s.hf_name for s in parameter.segments)
-    sources = {name: frozenset(names) for name, names in found.items()}
+        source_names.setdefault(name, set()).update(s.hf_name for s in parameter.segments)
+    sources = {name: frozenset(names) for name, names in source_names.items()}
     return shape, random_weights(shape, float32_ends=FLOAT32), sources
 
 
@@ -52,14 +52,16 @@ def tensors_made_of(changed: set[str], sources: Sources) -> set[str]:
     return {name for name, names in sources.items() if names & changed}
 
 
-def named_after(shape: ModelShape, sent: dict[str, Tensor], held: dict[str, Tensor]) -> set[str]:
-    """The tensors that the verification names if the engine holds ``held`` where ``sent`` was sent."""
+def mismatched_tensors(
+    shape: ModelShape, sent: dict[str, Tensor], held: dict[str, Tensor]
+) -> set[str]:
+    """Return the tensors that the verification names if the engine holds ``held`` after ``sent`` was sent."""
     expected, actual = expected_digests(shape, sent), expected_digests(shape, held)
     return {mismatch.tensor for mismatch in compare_checksums(expected, actual)}
 
 
-def of_layer(name: str, layer: int) -> str | None:
-    """The part of a Hugging Face name after the number of ``layer``; None if it is not of this layer."""
+def name_in_layer(name: str, layer: int) -> str | None:
+    """Return the part of a Hugging Face name after the number of ``layer``; None for a name outside this layer."""
     _, found, rest = name.partition(f".layers.{layer}.")
     return rest if found else None
 
@@ -68,15 +70,16 @@ def test_a_stale_source_is_named_by_the_tensors_that_are_made_of_it(case) -> Non
     shape, weights, sources = case
     stale = random_weights(shape, seed=1, float32_ends=FLOAT32)
     for layer in (0, 2):
-        # A layer of each kind: dense or routed, with a delta net or with attention. One expert stands for all.
-        own = [name for name in weights if of_layer(name, layer) is not None]
+        # Layers 0 and 2 are of different kinds: dense and routed, or with a delta net and with attention. Only expert 1
+        # is tested.
+        own = [name for name in weights if name_in_layer(name, layer) is not None]
         for name in own:
             if ".experts." in name and ".experts.1." not in name:
                 continue
             held = {**weights, name: stale[name]}
             expected = tensors_made_of({name}, sources)
             assert expected, name
-            assert named_after(shape, weights, held) == expected
+            assert mismatched_tensors(shape, weights, held) == expected
 
 
 def test_rows_of_another_layer_are_named(case) -> None:
@@ -89,14 +92,14 @@ def test_rows_of_another_layer_are_named(case) -> None:
                 changed[name] = weights[other]
     assert len(changed) >= 8
     expected = tensors_made_of(set(changed), sources)
-    assert named_after(shape, weights, {**weights, **changed}) == expected
+    assert mismatched_tensors(shape, weights, {**weights, **changed}) == expected
 
 
 def test_sources_of_a_fused_tensor_in_each_others_place_are_named(case) -> None:
     shape, weights, sources = case
     swapped = 0
     for name, names in sources.items():
-        if of_layer(name, 2) is None:
+        if name_in_layer(name, 2) is None:
             continue
         by_shape: dict[torch.Size, str] = {}
         for source in sorted(names):
@@ -104,7 +107,7 @@ def test_sources_of_a_fused_tensor_in_each_others_place_are_named(case) -> None:
             if first == source:
                 continue
             held = {**weights, first: weights[source], source: weights[first]}
-            assert name in named_after(shape, weights, held)
+            assert name in mismatched_tensors(shape, weights, held)
             swapped += 1
             break
     assert swapped >= 2

@@ -1,4 +1,4 @@
-"""A run that has nothing left to do says so; anything missing or different makes it start."""
+"""A run counts as finished if it has nothing left to do. If anything is missing or different, it starts again."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def config(tmp_path: Path, upload: str | None = None, **run) -> TrainConfig:
 
 
 @pytest.fixture
-def finished(tmp_path) -> TrainConfig:
-    """A configuration and the folder that its whole run leaves."""
+def finished_run(tmp_path) -> TrainConfig:
+    """The configuration of a finished run, whose folder is written too."""
     settings, directory = config(tmp_path), tmp_path / "run"
     (directory / "hf").mkdir(parents=True)
     (directory / "config.yaml").write_text(resolved_yaml(settings))
@@ -34,11 +34,11 @@ def finished(tmp_path) -> TrainConfig:
     return settings
 
 
-def test_a_whole_run_is_finished(finished):
-    assert is_finished(finished)
+def test_a_whole_run_is_finished(finished_run):
+    assert is_finished(finished_run)
 
 
-def test_more_steps_or_a_new_beginning_are_not(finished, tmp_path):
+def test_more_steps_or_a_new_beginning_are_not(finished_run, tmp_path):
     assert not is_finished(config(tmp_path, steps=3))
     assert not is_finished(config(tmp_path, resume="never"))
     assert not is_finished(config(tmp_path, seed=2))
@@ -58,20 +58,20 @@ def test_more_steps_or_a_new_beginning_are_not(finished, tmp_path):
         ("metrics.jsonl", '{"step": 1, "evaluation/sums/accuracy": 0.5}\n'),
     ],
 )
-def test_nothing_may_be_missing(finished, tmp_path, file, content):
+def test_nothing_may_be_missing(finished_run, tmp_path, file, content):
     path = tmp_path / "run" / file
     path.unlink()
     if content is not None:
         path.write_text(content)
-    assert not is_finished(finished)
+    assert not is_finished(finished_run)
 
 
 @pytest.mark.parametrize(
     ("upload", "is_sent"),
     [(None, False), ("me/sums 1", False), ("me/other 2", False), ("{", False), ("me/sums 2", True)],
 )
-def test_an_upload_that_was_cut_off_is_repeated(finished, tmp_path, upload, is_sent):
-    """Only the one of this repository after these steps counts."""
+def test_an_upload_that_was_cut_off_is_repeated(finished_run, tmp_path, upload, is_sent):
+    """Only an upload to the configured repository after the last step counts."""
     uploads, directory = config(tmp_path, upload="me/sums"), tmp_path / "run"
     (directory / "config.yaml").write_text(resolved_yaml(uploads))
     if upload == "{":
@@ -82,6 +82,6 @@ def test_an_upload_that_was_cut_off_is_repeated(finished, tmp_path, upload, is_s
     assert is_finished(uploads) == is_sent
 
 
-def test_the_export_may_not_be_missing(finished, tmp_path):
+def test_the_export_may_not_be_missing(finished_run, tmp_path):
     (tmp_path / "run" / "hf").rmdir()
-    assert not is_finished(finished)
+    assert not is_finished(finished_run)

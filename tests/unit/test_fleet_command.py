@@ -32,7 +32,9 @@ def test_a_server_is_attached_listed_and_detached(tmp_path, capsys):
 
 
 def test_add_says_what_the_trainer_finds(tmp_path, capsys):
-    """It waits for the trainer's word, which has the keys and must be reachable."""
+    """``add`` waits for the trainer's examination: the trainer has the keys, and it is the trainer that must reach the
+    server.
+    """
     record = FleetRecord(tmp_path)
     record.publish_status(None, {})
 
@@ -48,8 +50,8 @@ def test_add_says_what_the_trainer_finds(tmp_path, capsys):
     with FleetEndpoint(record, "key", "127.0.0.1"):
         assert main([str(tmp_path), "add", "http://other:3"]) == 1
     trainer.join()
-    said = capsys.readouterr().out.splitlines()
-    assert said == ["http-other-3 is attached", "refused: status 401"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["http-other-3 is attached", "refused: status 401"]
 
 
 def test_add_without_a_run_says_so(tmp_path, capsys):

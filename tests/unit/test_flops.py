@@ -28,8 +28,8 @@ def test_a_dense_model():
 
 
 def test_windows_of_attention():
-    # h 2880, q 64 x 64 = 4096, k and v 8 x 64 = 512 each, 4 of 32 experts of 2880, 24 layers, of which 12 attend to 128
-    # tokens: S * 128 pairs of 2 * 4096 + 2 * 4096 in place of S^2 / 2.
+    # h 2880, q 64 x 64 = 4096, k and v 8 x 64 = 512 each, 4 of 32 experts of 2880, 24 layers, of which 12 attend to
+    # 128 tokens. These 12 have S * 128 pairs of a query and a key in place of S^2 / 2, with 2 * 4096 + 2 * 4096 each.
     cost = forward_flops(load_model_shape(CONFIGS / "gpt-oss-20b"))
     attention = 2 * 2880 * (4096 + 1024) + 2 * 4096 * 2880
     layer = attention + 6 * 2880 * 2880 * 4 + 2 * 2880 * 32
