@@ -1,4 +1,5 @@
-"""A FleetClient over small HTTP servers: who gets which call, and what becomes of it when one dies."""
+"""A FleetClient over small HTTP servers: which server gets a call, and what happens to the call if the server dies or
+hangs."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from tests.unit.small_fleet import KEYS, SmallRouter, SmallServer
 
 
 class CountingClient(FleetClient):
-    """Keeps how often each request was answered."""
+    """A FleetClient that counts the answers to each request."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
@@ -44,7 +45,11 @@ class CountingClient(FleetClient):
 
 @dataclass
 class Fleet:
-    """Servers, perhaps a router, and a client of them."""
+    """Servers, an optional router, and a client that uses them.
+
+    ``registers``: whether the client registers the servers with the router. ``lost``: the servers that the client
+    reported as lost.
+    """
 
     servers: list[SmallServer]
     router: SmallRouter | None = None
@@ -89,17 +94,17 @@ def ask(
     meanwhile: Callable[[CountingClient], Awaitable[None]] | None = None,
     **limits: float,
 ) -> Results:
-    """Results of ``count`` requests; ``meanwhile`` runs beside them."""
+    """Return the results of ``count`` requests. ``meanwhile`` runs concurrently with the generation."""
 
     async def work() -> Results:
         client = await fleet.open()
-        aside = asyncio.create_task(meanwhile(client)) if meanwhile else None  # type: ignore[arg-type]
+        concurrent_task = asyncio.create_task(meanwhile(client)) if meanwhile else None  # type: ignore[arg-type]
         try:
-            chosen = GenerationLimits(**({"concurrency": 8, "hang_timeout_s": 30} | limits))
-            return await generate_many(client, requests(count), chosen)
+            all_limits = GenerationLimits(**({"concurrency": 8, "hang_timeout_s": 30} | limits))
+            return await generate_many(client, requests(count), all_limits)
         finally:
-            if aside is not None:
-                await aside
+            if concurrent_task is not None:
+                await concurrent_task
             await fleet.close()
 
     return runner.run(work())
@@ -122,21 +127,23 @@ def test_calls_name_the_adapters_of_the_committed_version(runner):
     assert server.adapters == {None, "policy-5"}
 
 
-async def some_answers(client: CountingClient) -> None:
-    """The generation is well under way."""
+async def wait_for_answers(client: CountingClient) -> None:
+    """Return as soon as the generation has at least 8 answers."""
     while client.answered.total() < 8:
         await asyncio.sleep(0.005)
 
 
 def kill(server: SmallServer) -> Callable[[CountingClient], Awaitable[None]]:
+    """Return a function for ``ask`` that kills the server during the generation."""
+
     async def meanwhile(client: CountingClient) -> None:
-        await some_answers(client)
+        await wait_for_answers(client)
         await server.die()
 
     return meanwhile
 
 
-def pair(delay_s: float = 0.05) -> list[SmallServer]:
+def two_servers(delay_s: float = 0.05) -> list[SmallServer]:
     return [SmallServer("engine0", delay_s=delay_s), SmallServer("engine1", delay_s=delay_s)]
 
 
@@ -145,7 +152,7 @@ ROUTED = pytest.mark.parametrize("routed", [False, True], ids=["direct", "routed
 
 @ROUTED
 def test_calls_are_spread_evenly(runner, routed):
-    fleet = Fleet(pair(), SmallRouter() if routed else None)
+    fleet = Fleet(two_servers(), SmallRouter() if routed else None)
     results = ask(runner, fleet, 40)
     assert list(results) == list(range(40))
     assert [t.response_ids.tolist() for t in results.values()] == [[i] for i in range(40)]
@@ -163,7 +170,7 @@ def test_a_slow_server_gets_fewer_calls(runner):
 
 @ROUTED
 def test_a_dead_servers_calls_are_asked_elsewhere_at_once(runner, routed):
-    fleet = Fleet(pair(), SmallRouter() if routed else None)
+    fleet = Fleet(two_servers(), SmallRouter() if routed else None)
     patience = own_patience(20)
     results = ask(runner, fleet, 60, kill(fleet.servers[1]))
     assert not patience.is_exhausted()
@@ -175,17 +182,17 @@ def test_a_dead_servers_calls_are_asked_elsewhere_at_once(runner, routed):
 
 
 def test_a_lost_server_leaves_the_router(runner):
-    fleet = Fleet(pair(), SmallRouter())
+    fleet = Fleet(two_servers(), SmallRouter())
     ask(runner, fleet, 60, kill(fleet.servers[1]))
     assert fleet.router is not None
     assert list(fleet.router.workers.values()) == [fleet.servers[0].url]
 
 
 def test_a_hung_servers_calls_are_broken_off_and_asked_elsewhere(runner):
-    fleet = Fleet(pair())
+    fleet = Fleet(two_servers())
 
     async def stop_one(client: CountingClient) -> None:
-        await some_answers(client)
+        await wait_for_answers(client)
         fleet.servers[0].silent = True
 
     results = ask(runner, fleet, 40, stop_one, hang_timeout_s=3)
@@ -194,11 +201,13 @@ def test_a_hung_servers_calls_are_broken_off_and_asked_elsewhere(runner):
 
 
 def test_a_hung_server_that_is_killed_fails_just_its_own_calls(runner):
-    """What the supervisor does when it reads the report; the router then answers 500 for those."""
-    fleet = Fleet(pair(), SmallRouter())
+    """The supervisor kills a server that was reported as lost. The router then answers 500 to the calls that it had
+    sent to this server.
+    """
+    fleet = Fleet(two_servers(), SmallRouter())
 
     async def stop_one_and_replace(client: CountingClient) -> None:
-        await some_answers(client)
+        await wait_for_answers(client)
         fleet.servers[0].silent = True
         while not fleet.lost:
             await asyncio.sleep(0.01)
@@ -214,10 +223,10 @@ def test_a_hung_server_that_is_killed_fails_just_its_own_calls(runner):
 def test_a_hung_server_that_nobody_kills_does_not_hold_its_calls_for_ever(runner, monkeypatch):
     monkeypatch.setattr("megatron_dppo.fleet.client._REPLACED_SECONDS", 0.1)
     monkeypatch.setattr("megatron_dppo.fleet.client._PROBE_SECONDS", 0.2)
-    fleet = Fleet(pair(), SmallRouter())
+    fleet = Fleet(two_servers(), SmallRouter())
 
     async def stop_one(client: CountingClient) -> None:
-        await some_answers(client)
+        await wait_for_answers(client)
         fleet.servers[0].silent = True
 
     assert list(ask(runner, fleet, 40, stop_one, hang_timeout_s=3)) == list(range(40))
@@ -225,7 +234,7 @@ def test_a_hung_server_that_nobody_kills_does_not_hold_its_calls_for_ever(runner
 
 @ROUTED
 def test_answers_from_other_weights_are_refused_and_asked_again(runner, routed):
-    """As of a server that was restarted on the same port: it has the checkpoint's weights."""
+    """A server that was restarted on the same port has the checkpoint's weights, not those of the last update."""
     fleet = Fleet(
         [SmallServer("engine0"), SmallServer("engine1", version=0)],
         SmallRouter() if routed else None,
@@ -237,10 +246,10 @@ def test_answers_from_other_weights_are_refused_and_asked_again(runner, routed):
 
 
 def test_when_nobody_is_left_what_is_finished_is_kept(runner):
-    fleet = Fleet(pair())
+    fleet = Fleet(two_servers())
 
     async def kill_all(client: CountingClient) -> None:
-        await some_answers(client)
+        await wait_for_answers(client)
         await asyncio.gather(*(s.die() for s in fleet.servers))
 
     with pytest.raises(GenerationInterruptedError, match=r"engine0: .*; engine1: ") as caught:
@@ -251,7 +260,7 @@ def test_when_nobody_is_left_what_is_finished_is_kept(runner):
 
 @ROUTED
 def test_a_refused_request_is_not_asked_elsewhere(runner, routed):
-    fleet = Fleet(pair(), SmallRouter() if routed else None)
+    fleet = Fleet(two_servers(), SmallRouter() if routed else None)
     for server in fleet.servers:
         server.refuses = True
     with pytest.raises(EngineRequestError, match=mentioning(400)) as caught:
@@ -261,7 +270,7 @@ def test_a_refused_request_is_not_asked_elsewhere(runner, routed):
 
 
 def test_a_call_is_aborted_wherever_it_may_run(runner):
-    fleet = Fleet(pair(), SmallRouter())
+    fleet = Fleet(two_servers(), SmallRouter())
 
     async def abort() -> None:
         client = await fleet.open()
@@ -276,12 +285,12 @@ def test_a_call_is_aborted_wherever_it_may_run(runner):
 
 
 def test_a_dead_router_is_done_without(runner):
-    fleet = Fleet(pair(), SmallRouter())
+    fleet = Fleet(two_servers(), SmallRouter())
     router = fleet.router
     assert router is not None
 
     async def kill_router(client: CountingClient) -> None:
-        await some_answers(client)
+        await wait_for_answers(client)
         await router.die()
         fleet.router = None
 
@@ -293,14 +302,14 @@ def test_a_dead_router_is_done_without(runner):
 
 @pytest.mark.parametrize("registers", [True, False], ids=["rank 0", "another rank"])
 def test_a_router_that_came_back_is_used_again(runner, registers, monkeypatch):
-    """Its servers are told to it again by the rank that does that; the others wait until they are."""
+    """Rank 0 registers the servers with the new router. The clients of other ranks wait until they are registered."""
     monkeypatch.setattr("megatron_dppo.fleet.router_link._RETRY_SECONDS", 0.1)
-    fleet = Fleet(pair(), SmallRouter())
+    fleet = Fleet(two_servers(), SmallRouter())
     first, second = fleet.router, SmallRouter(incarnation=2)
     assert first is not None
-    used = []
+    used_urls = []
 
-    async def replace(client: CountingClient) -> None:
+    async def replace_router(client: CountingClient) -> None:
         fleet.router = await second.start()
         client._router._registers = registers
         await first.die()
@@ -310,18 +319,18 @@ def test_a_router_that_came_back_is_used_again(runner, registers, monkeypatch):
             second.workers = {s.name: s.url for s in fleet.servers}
         while not client._router.is_usable:
             await asyncio.sleep(0.01)
-        used.append(client._router.url)
+        used_urls.append(client._router.url)
 
-    assert list(ask(runner, fleet, 200, replace)) == list(range(200))
-    assert used == [second.url]
+    assert list(ask(runner, fleet, 200, replace_router)) == list(range(200))
+    assert used_urls == [second.url]
     assert set(second.workers.values()) == {s.url for s in fleet.servers}
 
 
 def test_a_hung_router_is_given_up(runner):
-    fleet = Fleet(pair(), SmallRouter())
+    fleet = Fleet(two_servers(), SmallRouter())
 
     async def stop_router(client: CountingClient) -> None:
-        await some_answers(client)
+        await wait_for_answers(client)
         assert fleet.router is not None
         fleet.router.silent = True
 
@@ -330,10 +339,10 @@ def test_a_hung_router_is_given_up(runner):
 
 
 def test_a_router_without_servers_is_done_without_until_it_has_them(runner):
-    fleet = Fleet(pair(), SmallRouter())
+    fleet = Fleet(two_servers(), SmallRouter())
 
     async def forget(client: CountingClient) -> None:
-        await some_answers(client)
+        await wait_for_answers(client)
         assert fleet.router is not None
         fleet.router.workers.clear()
 
@@ -342,7 +351,7 @@ def test_a_router_without_servers_is_done_without_until_it_has_them(runner):
 
 
 def test_members_change_between_generations(runner):
-    fleet = Fleet(pair(), SmallRouter())
+    fleet = Fleet(two_servers(), SmallRouter())
 
     async def swap() -> tuple[list[str], list[str]]:
         client = await fleet.open()
@@ -363,7 +372,9 @@ def test_members_change_between_generations(runner):
 
 
 def test_a_server_that_nobody_warmed_up_has_longer_for_its_first_answer(runner):
-    """It takes calls and answers none: its scheduler may be compiling."""
+    """Before its first answer a server may compile kernels. So a server without an answer counts as lost only after
+    ``first_answer_s``, and later after the hang timeout.
+    """
 
     async def lost_after(client: EngineClient) -> float:
         begin = time.monotonic()
@@ -391,7 +402,7 @@ def test_a_server_that_nobody_warmed_up_has_longer_for_its_first_answer(runner):
 
 @ROUTED
 def test_calls_over_an_update_are_read_after_it_and_none_begins_meanwhile(runner, routed):
-    """An answer that comes before the commit may have tokens of the version that is committed then."""
+    """An answer that arrives before the commit may have tokens of the version that will be committed."""
     server = SmallServer("engine0", delay_s=0.05)
     fleet = Fleet([server], SmallRouter() if routed else None)
 
@@ -420,12 +431,12 @@ def test_calls_over_a_failed_update_are_made_again(runner):
 
     async def work() -> Results:
         client = await fleet.open(version=1)
-        drawing = asyncio.create_task(generate_many(client, requests(1), GenerationLimits(1)))
+        generation = asyncio.create_task(generate_many(client, requests(1), GenerationLimits(1)))
         await asyncio.sleep(0.01)
         await client.hold()
         await client.break_off()
         await client.serve([server.member], 1)
-        results = await drawing
+        results = await generation
         await fleet.close()
         return results
 
@@ -434,7 +445,9 @@ def test_calls_over_a_failed_update_are_made_again(runner):
 
 @ROUTED
 def test_an_answer_with_tokens_of_a_failed_update_is_asked_for_again(runner, routed):
-    """While the servers are scored, a retracted response goes on; its server fails, and others commit the version."""
+    """A response continues while the canary scores the servers, so some of its tokens are of the unverified version.
+    Then its server fails, and the other servers commit the version.
+    """
     sound, failing = SmallServer("engine0"), SmallServer("engine1", delay_s=0.3)
     failing.versions = {1: "unverified-2"}
     fleet = Fleet([sound, failing], SmallRouter() if routed else None)
@@ -442,7 +455,7 @@ def test_an_answer_with_tokens_of_a_failed_update_is_asked_for_again(runner, rou
     async def work() -> tuple[Results, Counter[int], dict[str, str]]:
         client = await fleet.open(version=1)
         await client.serve([failing.member], 1)
-        drawing = asyncio.create_task(generate_many(client, requests(2), GenerationLimits(2)))
+        generation = asyncio.create_task(generate_many(client, requests(2), GenerationLimits(2)))
         await asyncio.sleep(0.1)
         await client.hold()
         while failing.answered.total() < 2:
@@ -451,17 +464,17 @@ def test_an_answer_with_tokens_of_a_failed_update_is_asked_for_again(runner, rou
         await client.break_off()
         sound.version = 2
         await client.serve([sound.member], 2)
-        results = await drawing
+        results = await generation
         losses = client.take_losses()
         await fleet.close()
         return results, sound.answered, losses
 
-    results, again, losses = runner.run(work())
+    results, repeated, losses = runner.run(work())
     assert [(t.text, t.column("weight_version").tolist()) for t in results.values()] == [
         ("engine1", [1]),
         ("engine0", [2]),
     ]
-    assert again == Counter([1])
+    assert repeated == Counter([1])
     assert not losses
     assert not fleet.lost
 
@@ -471,7 +484,7 @@ def test_a_paused_server_is_not_taken_for_a_hung_one(runner):
     fleet = Fleet([server])
 
     async def pause(client: CountingClient) -> None:
-        await some_answers(client)
+        await wait_for_answers(client)
         await client.hold()
         server.silent = True
         await asyncio.sleep(3.0)
@@ -488,9 +501,9 @@ def test_a_paused_server_is_not_taken_for_a_hung_one(runner):
 
 @ROUTED
 def test_a_hold_that_aborts_returns_when_every_call_is_answered(runner, routed):
-    """Each goes on with what it has, under the adapters of the version that is committed then."""
-    fleet = Fleet(pair(), SmallRouter() if routed else None)
-    asked = [GenerationRequest(i, (i,), SamplingParams(3)) for i in range(6)]
+    """After the commit each response continues from its tokens so far, with the adapters of the new version."""
+    fleet = Fleet(two_servers(), SmallRouter() if routed else None)
+    three_token_requests = [GenerationRequest(i, (i,), SamplingParams(3)) for i in range(6)]
     continuation = Continuation(lambda ids, special=True: "")
 
     async def work() -> Results:
@@ -499,23 +512,23 @@ def test_a_hold_that_aborts_returns_when_every_call_is_answered(runner, routed):
         for server in fleet.servers:
             server.silent = True
         limits = GenerationLimits(concurrency=6)
-        drawing = asyncio.create_task(
-            generate_many(client, asked, limits, continuation=continuation)
+        generation = asyncio.create_task(
+            generate_many(client, three_token_requests, limits, continuation=continuation)
         )
         await asyncio.sleep(0.2)
         await client.hold(abort=True)
         answered = sum((s.answered for s in fleet.servers), Counter())
         assert answered == Counter(range(6))
-        assert not drawing.done()
+        assert not generation.done()
         for server in fleet.servers:
             server.silent, server.version = False, 2
         await client.serve([s.member for s in fleet.servers], 2)
-        results = await drawing
+        results = await generation
         await fleet.close()
         return results
 
     results = runner.run(work())
-    # Two tokens by version 1, of which one is drawn again, and the rest of version 2.
+    # Version 1 sampled two tokens. The last of them is dropped, and version 2 samples it again.
     for key, whole in results.items():
         assert whole.response_ids.tolist() == [key, key]
         assert whole.columns["weight_version"].tolist() == [1, 2]
@@ -525,10 +538,10 @@ def test_a_hold_that_aborts_returns_when_every_call_is_answered(runner, routed):
 
 def test_a_hold_that_aborts_ends_with_the_server_that_does_not_answer(runner, monkeypatch):
     monkeypatch.setattr("megatron_dppo.fleet.client._PROBE_SECONDS", 0.2)
-    fleet = Fleet(pair())
+    fleet = Fleet(two_servers())
 
     async def hang(client: CountingClient) -> None:
-        await some_answers(client)
+        await wait_for_answers(client)
         fleet.servers[0].silent = True
         fleet.servers[0].deaf = {"/abort_request"}
         await asyncio.sleep(0.1)

@@ -144,6 +144,7 @@ def publish(record: FleetRecord, address: EndpointAddress) -> None:
 
 
 def post(url: str, path: str, body: bytes, **headers: str) -> tuple[int, str]:
+    """Return the status and the error of an answer."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
     connection.request("POST", path, body, {"Authorization": f"Bearer {KEY}", **headers})
@@ -220,8 +221,12 @@ def test_it_listens_on_one_address_and_its_files_are_its_owners(
 ) -> None:
     port = urlsplit(endpoint.url).port
     listeners = psutil.Process().net_connections("tcp")
-    own = {c.laddr.ip for c in listeners if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
-    assert own == {"127.0.0.1"}
+    addresses = {
+        listener.laddr.ip
+        for listener in listeners
+        if listener.status == psutil.CONN_LISTEN and listener.laddr.port == port
+    }
+    assert addresses == {"127.0.0.1"}
     address = address_of(record)
     assert address is not None
     assert address.host == socket.gethostname()
@@ -240,10 +245,10 @@ def test_it_listens_on_one_address_and_its_files_are_its_owners(
 def test_it_leaves_the_file_of_a_start_that_took_over(
     record: FleetRecord, endpoint: FleetEndpoint
 ) -> None:
-    theirs = EndpointAddress("http://10.0.0.2:1", "b", "/tmp/key")
-    publish(record, theirs)
+    other_address = EndpointAddress("http://10.0.0.2:1", "b", "/tmp/key")
+    publish(record, other_address)
     endpoint.stop()
-    assert address_of(record) == theirs
+    assert address_of(record) == other_address
 
 
 def test_where_it_listens() -> None:
@@ -265,17 +270,17 @@ def test_a_record_that_is_gone_is_an_error_or_a_warning(
 ) -> None:
     monkeypatch.setattr(endpoint_module, "_PAUSE_S", 0.0)
     endpoint.stop()
-    gone = RecordClient(endpoint.url, KEYS)
+    client = RecordClient(endpoint.url, KEYS)
     with pytest.raises(RecordLostError, match=f"{endpoint.url}/fleet/servers: .*refused"):
-        gone.servers()
-    assert gone.router() is None
-    gone.publish_status(1, {})
-    gone.report_lost(HERE)
+        client.servers()
+    assert client.router() is None
+    client.publish_status(1, {})
+    client.report_lost(HERE)
     assert len(caplog.records) == 3
 
 
 def block_file(record: FleetRecord) -> None:
-    """The record's file can't be replaced any more: a folder has its name."""
+    """Put a folder in the place of the record's file, so that the file can't be written."""
     file = record.path / "fleet.json"
     file.unlink(missing_ok=True)
     file.mkdir()
@@ -302,7 +307,9 @@ def run(folder: Path, *words: str) -> None:
 def test_the_command_needs_no_fresh_view_of_the_folder(
     record: FleetRecord, endpoint: FleetEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A host on which the folder still looks as it did when the run began, but for one file."""
+    """On another host the run's folder may look as it did at the start of the run. Here ``stale`` is such a view, which
+    has only the file ``endpoint.json``.
+    """
     record.publish(HERE)
     record.publish_status(4, {"engine0": "serves"})
     stale = tmp_path / "stale"
@@ -328,7 +335,7 @@ def test_the_command_on_another_host_wants_the_key_and_a_way_there(
     address = address_of(record)
     assert address is not None
     directory = record.path.parent
-    os.unlink(address.key_file)  # files of the run's host are not seen here
+    os.unlink(address.key_file)  # another host can't read the files of the run's host
     monkeypatch.delenv("MEGATRON_DPPO_ADMIN_API_KEY", raising=False)
     with pytest.raises(FatalError, match="key"):
         run(directory, "add", OTHER)
@@ -353,10 +360,10 @@ def test_the_command_of_a_run_that_was_killed_writes_its_file(
 
 
 def test_without_a_run_a_file_that_cannot_be_written_is_an_error(record: FleetRecord) -> None:
-    of_command = record_of_command(str(record.path.parent))
+    command_record = record_of_command(str(record.path.parent))
     block_file(record)
     with pytest.raises(IsADirectoryError):
-        of_command.attach(OTHER)
+        command_record.attach(OTHER)
 
 
 def test_a_key_file_that_others_may_write_is_refused(

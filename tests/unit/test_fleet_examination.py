@@ -1,4 +1,5 @@
-"""What is made of an attached server: fits, refused with a reason, or asked again, over small HTTP servers."""
+"""The examination of an attached server: it fits, it is refused with a reason, or it is examined again. Small HTTP
+servers answer the requests."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ HTML = "<html><body>It works!</body></html>"
 
 
 class Bench:
-    """An examiner that asks as a run does, an attached server, and what is published of it."""
+    """An examiner as in a run, and a small server to attach.
+
+    ``states``: the results. ``news``: how often the examiner reported a result. ``fault``: an error that the check
+    raises without a request to the server.
+    """
 
     def __init__(self, directory: Path) -> None:
         (directory / "config.json").write_text(json.dumps(MODEL))
@@ -108,13 +113,13 @@ def test_who_does_not_fit_is_refused_with_the_reason(bench, caplog, status, text
         "/server_info": (status, text),
         "/model_info": (200, json.dumps(MODEL_INFO)),
     }
-    membership = bench.examination()
-    assert membership.state == "refused"
-    assert str(membership).startswith("refused: ")
-    assert re.search(reason, str(membership))
-    assert str(membership) in caplog.text
+    examination = bench.examination()
+    assert examination.state == "refused"
+    assert str(examination).startswith("refused: ")
+    assert re.search(reason, str(examination))
+    assert str(examination) in caplog.text
     before = bench.small.asked["/server_info"]
-    assert bench.examination(at_once=True) is membership
+    assert bench.examination(at_once=True) is examination
     assert bench.small.asked["/server_info"] == before
 
 

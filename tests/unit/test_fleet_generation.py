@@ -104,22 +104,22 @@ def test_results_keep_the_order_of_the_requests():
 
 
 def test_each_response_is_told_once_as_it_comes():
-    """Attempts that were given up are none; a response in a shared call has its own key."""
+    """An attempt that was aborted reports no response, so its request reports only the response of the next attempt."""
 
     async def abort_first_then_last_first(key: int, attempt: int) -> None:
         if key == 2 and attempt == 0:
             raise AbortedError("paused")
         await asyncio.sleep(0.01 * (6 - key))
 
-    told: list[tuple[int, list[int]]] = []
+    arrivals: list[tuple[int, list[int]]] = []
     run(
         ScriptedClient(abort_first_then_last_first),
         6,
         GenerationLimits(concurrency=6),
-        on_response=lambda key, t: told.append((key, t.response_ids.tolist())),
+        on_response=lambda key, t: arrivals.append((key, t.response_ids.tolist())),
     )
-    assert sorted(told) == [(i, [i]) for i in range(6)]
-    assert told[0][0] == 5
+    assert sorted(arrivals) == [(i, [i]) for i in range(6)]
+    assert arrivals[0][0] == 5
 
 
 def test_responses_can_share_a_call():
@@ -237,7 +237,7 @@ def test_nothing_to_ask_is_no_error():
 
 
 def test_a_free_slot_goes_to_the_generation_that_is_needed_first():
-    """Two that wait for the only slot: the one with the lower order, though it came later."""
+    """Of the calls that wait for the only slot, the call with the lowest order gets it first, although it came last."""
     got: list[int] = []
 
     async def take(slots: Slots, order: int) -> None:
@@ -250,7 +250,7 @@ def test_a_free_slot_goes_to_the_generation_that_is_needed_first():
         async with slots.taken(0):
             waiting = [asyncio.create_task(take(slots, order)) for order in (3, 2, 3, 1)]
             await asyncio.sleep(0)
-            # A call that is given up while it waits leaves its place.
+            # A call that is cancelled while it waits leaves the queue.
             waiting[1].cancel()
             await asyncio.sleep(0)
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -283,7 +283,7 @@ def test_slots_are_busy_while_one_is_taken_and_servers_do_not_stand_still(monkey
 
 
 class HandClock(asyncio.SelectorEventLoop):
-    """An event loop whose time goes on when it is told to."""
+    """An event loop whose clock is advanced by the test."""
 
     now_s = 0.0
 
@@ -291,7 +291,7 @@ class HandClock(asyncio.SelectorEventLoop):
         return self.now_s
 
     async def pass_time(self, seconds: float) -> None:
-        """What has begun has begun by then, and what falls due meanwhile is done."""
+        """Let tasks that were created start, then advance the clock, and run the timers that are due."""
         for step_s in (0, seconds):
             self.now_s += step_s
             for _ in range(5):
@@ -299,8 +299,9 @@ class HandClock(asyncio.SelectorEventLoop):
 
 
 def test_time_limits_stand_still_with_the_servers():
-    """Limits of 10 s: one of a call in flight, one of a call that began while nobody served, which has all of its time
-    before it, and one that ran out as the servers stopped."""
+    """Three calls have limits of 10 s. ``begun`` is in flight when the servers pause. ``held`` begins during the pause,
+    so all of its 10 s lie after the pause. The limit of ``late`` runs out just before the pause.
+    """
     loop = HandClock()
     over: list[str] = []
 
@@ -318,11 +319,11 @@ def test_time_limits_stand_still_with_the_servers():
         begun = asyncio.create_task(call(slots, "begun"))
         await loop.pass_time(5)
         loop.now_s += 1.5
-        # Its timer has run by then, and it itself has not yet heard of it.
+        # The timer of ``late`` has run, but its task has not yet received the TimeoutError.
         for _ in range(2):
             await asyncio.sleep(0)
         slots.hold(True)
-        slots.hold(True)  # an update that failed, and the next one
+        slots.hold(True)  # after a failed update the next one holds again
         held = asyncio.create_task(call(slots, "held"))
         await loop.pass_time(1000)
         assert over == ["late"]
@@ -343,7 +344,7 @@ def test_time_limits_stand_still_with_the_servers():
 
 
 def test_a_call_over_a_long_update_is_not_asked_again():
-    """It outlives its limit many times over while servers stand still."""
+    """Time of paused servers does not count, so a call may take many times its limit during a long update."""
 
     async def work() -> list[int]:
         slots, served = Slots(1), asyncio.Event()
@@ -353,10 +354,10 @@ def test_a_call_over_a_long_update_is_not_asked_again():
 
         client, limits = ScriptedClient(wait), GenerationLimits(1, request_timeout_s=0.02)
         slots.hold(True)
-        drawing = asyncio.create_task(generate_many(client, requests(1), limits, slots=slots))
+        results = asyncio.create_task(generate_many(client, requests(1), limits, slots=slots))
         await asyncio.sleep(0.2)
         served.set()
-        assert list(await drawing) == [0]
+        assert list(await results) == [0]
         return [len(client.rids), len(client.aborted)]
 
     assert asyncio.run(work()) == [1, 0]
@@ -364,7 +365,7 @@ def test_a_call_over_a_long_update_is_not_asked_again():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_generation_counts_responses_that_took_too_long(size):
-    """They were drawn again, which may favour short ones. Here one call of several, once."""
+    """Responses that take too long are sampled again, which may favour short ones. Here one call times out, once."""
 
     class OneToken(ScriptedClient):
         def result(self, request: GenerationRequest) -> Trajectory:
@@ -374,24 +375,24 @@ def test_a_generation_counts_responses_that_took_too_long(size):
         await asyncio.sleep(60 if key == (0, 0) and attempt == 0 else 0)
 
     job = GenerationJob([Problem(0, "p", "a", (1,))], 4, SamplingParams(4))
-    work = Generation(job, "generate")
+    timed_generation = Generation(job, "generate")
     limits = GenerationLimits(4, request_timeout_s=0.5, responses_per_call=size)
     runner = AsyncRunner()
     try:
-        work.resume(runner, OneToken(hang_first), limits, lambda: False, Slots(4))
-        assert work.wait(lambda: False) == (GenerationEnd.DONE, "")
+        timed_generation.resume(runner, OneToken(hang_first), limits, lambda: False, Slots(4))
+        assert timed_generation.wait(lambda: False) == (GenerationEnd.DONE, "")
     finally:
         runner.close()
-    assert work.timed_out == size
+    assert timed_generation.timed_out == size
 
 
 def test_a_bar_ends_at_what_came(monkeypatch):
-    """All responses of a short generation come before the bar is drawn once."""
-    shown = Tracker("generate", 4)
-    monkeypatch.setattr(generation, "progress", lambda *_: nullcontext(shown))
+    """All responses of a short generation arrive before the bar is drawn for the first time."""
+    tracker = Tracker("generate", 4)
+    monkeypatch.setattr(generation, "progress", lambda *_: nullcontext(tracker))
     problems = [Problem(i, "p", "a", (1,)) for i in range(2)]
     short = Generation(GenerationJob(problems, 2, SamplingParams(4)), "generate")
     short.responses, short.running = 4, Future()
     short.running.set_result({})
     assert short.wait(lambda: False)[0] is GenerationEnd.DONE
-    assert shown.completed == 4
+    assert tracker.completed == 4

@@ -1,4 +1,4 @@
-"""Rank 0's record of servers, over small HTTP servers that answer or don't."""
+"""Rank 0 chooses the servers of a weight update. Small HTTP servers answer, hang or fail."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.unit.small_fleet import KEYS, SmallServer
 
 
 class Book:
-    """A FleetMembership, the servers that it may find, and what it is told.
+    """A FleetMembership, and the small servers that are published in its record.
 
-    ``unfit``: why a server does not fit the run, by URL; filled before the server is published.
+    ``unfit``: URL of a server that does not fit the run -> reason; filled before the server is published.
     """
 
     def __init__(self, folder: Path, unfit: dict[str, str] | None = None, **engine: object) -> None:
@@ -164,13 +164,13 @@ def test_a_stop_ends_the_wait(open_book):
 def test_a_suspended_server_is_out_until_the_supervisor_has_replaced_it(open_book):
     book = open_book()
     members = [Member(book.start(name), Keys()) for name in ("engine0", "engine1")]
-    left = book.choose(members, engine1="broke off")
-    assert names(left) == ["engine0"]
+    remaining = book.choose(members, engine1="broke off")
+    assert names(remaining) == ["engine0"]
     assert book.record.take_report("engine1") == 1
-    assert names(book.choose(left)) == ["engine0"]
+    assert names(book.choose(remaining)) == ["engine0"]
     book.record.withdraw(members[1].server)
     book.start("engine1", incarnation=2)
-    both = book.choose(left)
+    both = book.choose(remaining)
     assert [(m.server.name, m.server.incarnation) for m in both] == [
         ("engine0", 1), ("engine1", 2)
     ]  # fmt: skip
@@ -182,12 +182,12 @@ def test_an_attached_server_that_was_suspended_comes_back_when_it_generates(open
     members = [Member(book.start("engine0"), Keys()), Member(book.attach(), Keys())]
     elsewhere = members[1].server
     book.small(elsewhere).silent = True
-    left = book.choose(members, **{elsewhere.name: "silent"})
-    assert names(left) == ["engine0"]
+    remaining = book.choose(members, **{elsewhere.name: "silent"})
+    assert names(remaining) == ["engine0"]
     assert book.record.take_report(elsewhere.name) is None
-    assert names(book.choose(left)) == ["engine0"]
+    assert names(book.choose(remaining)) == ["engine0"]
     book.small(elsewhere).silent = False
-    assert names(book.choose(left)) == ["engine0", elsewhere.name]
+    assert names(book.choose(remaining)) == ["engine0", elsewhere.name]
 
 
 def test_a_server_that_fails_an_update_is_left_out_of_it_and_then_replaced(open_book):
@@ -195,14 +195,14 @@ def test_a_server_that_fails_an_update_is_left_out_of_it_and_then_replaced(open_
     members = book.choose([Member(book.start(n), Keys()) for n in ("engine0", "engine1")])
     bad = members[1].server
     book.membership.blame(members, [bad.url], "checksum")
-    left = book.choose(members)
-    assert names(left) == ["engine0"]
-    book.membership.commit(left, 1)
+    remaining = book.choose(members)
+    assert names(remaining) == ["engine0"]
+    book.membership.commit(remaining, 1)
     assert book.record.status()["servers"] == {
         "engine0": "serves",
         "engine1": "quarantined: checksum",
     }
-    both = book.choose(left)
+    both = book.choose(remaining)
     assert names(both) == ["engine0", "engine1"]
     assert book.record.take_report("engine1") is None
     book.membership.blame(both, [bad.url], "checksum")
@@ -215,10 +215,10 @@ def test_an_update_that_succeeds_forgives(open_book):
     members = book.choose([Member(book.start(n), Keys()) for n in ("engine0", "engine1")])
     for version in (1, 2, 3):
         book.membership.blame(members, [members[1].server.url], "timed out")
-        left = book.choose(members)
-        assert names(left) == ["engine0"]
-        book.membership.commit(left, version)
-        members = book.choose(left)
+        remaining = book.choose(members)
+        assert names(remaining) == ["engine0"]
+        book.membership.commit(remaining, version)
+        members = book.choose(remaining)
         assert names(members) == ["engine0", "engine1"]
         book.membership.commit(members, version)
 
@@ -248,7 +248,7 @@ def test_a_failed_update_nobody_is_to_blame_for_is_tried_with_all_that_answer(op
     ids=["scheduler", "detokenizer"],
 )  # fmt: skip
 def test_one_that_hangs_behind_live_http_is_replaced_after_the_first_failed_update(open_book, deaf):
-    """A probe tells it from one that answers, so that nobody waits for it in a second update."""
+    """A request for a token finds that the server hangs, so no second update waits for the server."""
     book = open_book(servers=1)
     members = book.choose([Member(book.start("engine0"), Keys())])
     book.small(members[0].server).deaf |= deaf
@@ -273,23 +273,23 @@ def test_an_attached_server_that_fails_twice_is_refused_until_it_is_attached_ane
     members = [Member(engine, Keys()), Member(elsewhere, Keys("user"))]
     for version in (1, 2):
         book.membership.blame(members, [elsewhere.url], "checksum")
-        left = book.choose(members)
-        assert names(left) == ["engine0"]
-        book.membership.commit(left, version)
-    assert names(book.choose(left)) == ["engine0"]
+        remaining = book.choose(members)
+        assert names(remaining) == ["engine0"]
+        book.membership.commit(remaining, version)
+    assert names(book.choose(remaining)) == ["engine0"]
     book.record.detach(elsewhere.url)
-    assert names(book.choose(left)) == ["engine0"]
+    assert names(book.choose(remaining)) == ["engine0"]
     book.record.attach(elsewhere.url)
-    assert names(book.choose(left)) == ["engine0", elsewhere.name]
+    assert names(book.choose(remaining)) == ["engine0", elsewhere.name]
 
 
 def test_one_attached_by_command_that_does_not_fit_is_refused_and_the_run_goes_on(open_book):
     book = open_book()
     book.start("engine0")
     elsewhere = book.attach(unfit="another model")
-    left = book.choose([])
-    assert names(left) == ["engine0"]
-    book.membership.commit(left, 1)
+    remaining = book.choose([])
+    assert names(remaining) == ["engine0"]
+    book.membership.commit(remaining, 1)
     assert book.record.status()["servers"][elsewhere.name] == "refused: another model"
 
 

@@ -1,4 +1,4 @@
-"""What is recorded of a run's servers, and what of it is on the disk."""
+"""The record of a run's servers, in memory and in its file."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def test_a_new_supervisor_forgets_what_a_killed_one_left_but_not_attached_server
 
 
 def test_a_start_that_was_succeeded_leaves_the_file_to_its_successor(tmp_path: Path) -> None:
-    mine = Lease(tmp_path)
-    with mine:
-        record = FleetRecord(tmp_path, mine.fence.check)
+    lease = Lease(tmp_path)
+    with lease:
+        record = FleetRecord(tmp_path, lease.fence.check)
         record.publish(HERE)
         files = LeaseFiles(tmp_path)
         holder = files.holder()
