@@ -1,4 +1,4 @@
-"""Commands as forks of one process: what they are started with, and how they end."""
+"""Commands that are forked from one process: how they are started, and how they end."""
 
 import json
 import os
@@ -22,14 +22,17 @@ COMMAND = "tests.unit.forked_command"
 
 @pytest.fixture
 def start(tmp_path):
-    """Start ``COMMAND`` with these words; its log is the last one's name. All is ended after the test."""
+    """A function that starts ``COMMAND`` with ``words``. The command writes its output to the file ``log``.
+
+    The fixture ends all processes after the test.
+    """
     launchers: dict[str, ForkingLauncher] = {}
 
     def start(log: str, *words: str, library: str = "numpy", **variables: str) -> StartedProcess:
         (tmp_path / "endless_library.py").write_text("import time; time.sleep(600)")
         launcher = launchers.setdefault(library, ForkingLauncher(COMMAND, [library]))
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", **variables}
-        # pytest changes it from test to test.
+        # pytest changes this variable from test to test.
         environment.pop("PYTEST_CURRENT_TEST", None)
         return launcher.start(
             [sys.executable, "-m", COMMAND, *words],
@@ -43,7 +46,9 @@ def start(tmp_path):
         launcher.close()
 
 
-def printed(folder: Path, log: str) -> dict:
+def wait_for_output(folder: Path, log: str) -> dict:
+    """Wait for the JSON that the command writes to its log, and return it."""
+
     def is_complete() -> bool:
         return (folder / log).exists() and "}\n" in (folder / log).read_text()
 
@@ -54,21 +59,21 @@ def printed(folder: Path, log: str) -> dict:
 def test_commands_share_one_parent_and_nothing_else(start, tmp_path):
     first, second = start("a.log", "ends", "one"), start("b.log", "ends", "two")
     assert happens(lambda: (first.poll(), second.poll()) == (3, 3))
-    one, two = printed(tmp_path, "a.log"), printed(tmp_path, "b.log")
+    one, two = wait_for_output(tmp_path, "a.log"), wait_for_output(tmp_path, "b.log")
     assert one["parent"] == two["parent"] != os.getpid()
     assert (one["arguments"], two["arguments"]) == (["ends", "one"], ["ends", "two"])
     assert one["input"] == two["input"] == "a key"
     assert one["leads_session"]
     assert two["leads_session"]
     assert one["shown"].endswith(f"-m {COMMAND} ends one")
-    # Neither of the generators that libraries draw from.
+    # The forks have different states of the random generators of Python and NumPy.
     assert not set(one["draws"]) & set(two["draws"])
 
 
 def test_other_variables_have_another_parent(start, tmp_path):
     start("a.log", "ends", FORKED_KEY="1")
     start("b.log", "ends", FORKED_KEY="2")
-    one, two = printed(tmp_path, "a.log"), printed(tmp_path, "b.log")
+    one, two = wait_for_output(tmp_path, "a.log"), wait_for_output(tmp_path, "b.log")
     assert (one["variable"], two["variable"]) == ("1", "2")
     assert one["parent"] != two["parent"]
 
@@ -81,8 +86,8 @@ def test_an_error_is_in_the_log_of_its_command(start, tmp_path):
 
 def test_a_killed_command_takes_its_children_along_and_spares_the_others(start, tmp_path):
     killed, other = start("a.log", "waits"), start("b.log", "waits")
-    child = printed(tmp_path, "a.log")["child"]
-    printed(tmp_path, "b.log")
+    child = wait_for_output(tmp_path, "a.log")["child"]
+    wait_for_output(tmp_path, "b.log")
     killed.kill()
     assert killed.poll() == -signal.SIGKILL
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
@@ -92,7 +97,7 @@ def test_a_killed_command_takes_its_children_along_and_spares_the_others(start, 
 
 def test_a_stopped_command_receives_sigterm(start, tmp_path):
     process = start("a.log", "waits")
-    printed(tmp_path, "a.log")
+    wait_for_output(tmp_path, "a.log")
     process.stop(60)
     assert process.poll() == -signal.SIGTERM
 
@@ -109,11 +114,11 @@ def test_a_command_can_be_killed_during_the_imports(start, tmp_path):
 
 def test_a_dead_parent_is_replaced(start, tmp_path):
     first = start("a.log", "waits")
-    parent = printed(tmp_path, "a.log")["parent"]
+    parent = wait_for_output(tmp_path, "a.log")["parent"]
     os.kill(parent, signal.SIGKILL)
     assert happens(lambda: first.poll() == -signal.SIGKILL)
     start("b.log", "ends")
-    assert printed(tmp_path, "b.log")["parent"] != parent
+    assert wait_for_output(tmp_path, "b.log")["parent"] != parent
 
 
 LIBRARIES = ("numpy", COMMAND)
@@ -141,7 +146,7 @@ def shared():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("PYTEST_CURRENT_TEST", None)
     servers = SharedForkServers()
-    # The second has the same libraries and variables.
+    # The second start has the same libraries and, but for its number, the same variables: it adds no server.
     for start in ("1", "2"):
         variables = {**environment, "MEGATRON_DPPO_START": start}
         servers.add(LIBRARIES, variables, sys.__stdout__.fileno())
@@ -163,19 +168,19 @@ def test_the_fork_servers_of_several_runs_are_forks_of_a_shared_one(shared, tmp_
     for name, is_shared in (("a.log", True), ("b.log", True), ("c.log", False)):
         variables = {"MEGATRON_DPPO_START": name, "FORKED_KEY": name}
         if not is_shared:
-            # A library reads it when it is imported.
+            # Libraries read this variable when they are imported, so the shared server must not be used.
             variables["OMP_NUM_THREADS"] = "3"
         done = run(shared, str(tmp_path / name), **variables)
         assert done.returncode == 0, done.stderr
         forks, parent_of_forks = map(int, done.stdout.split())
-        found = printed(tmp_path, name)
+        found = wait_for_output(tmp_path, name)
         assert found["parent"] == forks
         assert (parent_of_forks == parent) == is_shared
         assert (found["input"], found["variable"]) == ("a key", name)
         assert found["shown"].endswith(f"-m {COMMAND} waits")
-        assert not _runs(found["child"])
-        assert not _runs(forks)
-        assert _runs(parent)
+        assert not is_running(found["child"])
+        assert not is_running(forks)
+        assert is_running(parent)
 
 
 def test_a_command_runs_as_a_fork_of_a_shared_server(shared, tmp_path):
@@ -186,7 +191,7 @@ def test_a_command_runs_as_a_fork_of_a_shared_server(shared, tmp_path):
     assert (found["parent"], found["arguments"]) == (parent, ["ends", "one"])
     # A key reaches the command on its standard input.
     assert json.loads(found["input"])["FORKED_KEY"] == "1"
-    # No shared server looks for modules there.
+    # No shared server has this module path, so no command runs.
     elsewhere = run(shared, str(tmp_path), "ends", PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert (elsewhere.returncode, elsewhere.stdout) == (0, "")
     failed = run(shared, str(tmp_path), "fails")
@@ -195,5 +200,5 @@ def test_a_command_runs_as_a_fork_of_a_shared_server(shared, tmp_path):
     assert "ValueError: this command fails" in failed.stderr
 
 
-def _runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

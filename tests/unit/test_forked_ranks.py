@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def group_of(tmp_path, monkeypatch):
-    """A started group of three ranks that end as the argument says; killed at the end."""
+def start_group(tmp_path, monkeypatch):
+    """A function that starts three ranks, which end as ``how`` says. The fixture kills them after the test."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("HF_TOKEN", "hf-4711")
     groups = []
@@ -52,23 +52,23 @@ def outputs_of(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("rank?.out"))]
 
 
-def test_each_rank_has_its_variables_its_output_and_the_keys(group_of, tmp_path):
-    group = group_of("ends")
+def test_each_rank_has_its_variables_its_output_and_the_keys(start_group, tmp_path):
+    group = start_group("ends")
     wait_for(group.ended)
     assert group.codes() == [0, 0, 0]
     expected = [f"{rank} {rank} 3 hf-4711 False True True\n" for rank in range(3)]
     assert outputs_of(tmp_path) == expected
 
 
-def test_a_killed_rank_is_the_failure(group_of):
-    group = group_of("killed")
+def test_a_killed_rank_is_the_failure(start_group):
+    group = start_group("killed")
     wait_for(lambda: group.failures(0.0))
     (failure,) = group.failures(0.0)
     assert (failure.rank, failure.code) == (1, -signal.SIGKILL)
 
 
-def test_ranks_start_again_from_the_same_process(group_of, tmp_path):
-    group = group_of("killed once")
+def test_ranks_start_again_from_the_same_process(start_group, tmp_path):
+    group = start_group("killed once")
     server = group._server.process.pid
     wait_for(lambda: group.failures(0.0) and all(outputs_of(tmp_path)))
     first_pids = {rank.pid for rank in group._ranks}
@@ -82,8 +82,8 @@ def test_ranks_start_again_from_the_same_process(group_of, tmp_path):
     assert not any(psutil.pid_exists(pid) for pid in first_pids)
 
 
-def test_an_error_of_a_rank_is_in_its_output(group_of, tmp_path):
-    group = group_of("raises")
+def test_an_error_of_a_rank_is_in_its_output(start_group, tmp_path):
+    group = start_group("raises")
     wait_for(lambda: group.failures(0.0))
     (failure,) = group.failures(0.0)
     assert (failure.rank, failure.code) == (1, 1)
@@ -103,17 +103,17 @@ def test_ranks_are_cleared_during_the_imports(tmp_path, monkeypatch):
         group.kill()
 
 
-def test_a_stop_reaches_every_rank(group_of, tmp_path):
-    group = group_of("waits")
+def test_a_stop_reaches_every_rank(start_group, tmp_path):
+    group = start_group("waits")
     wait_for(lambda: all(outputs_of(tmp_path)) and len(outputs_of(tmp_path)) == 3)
     group.ask_to_stop()
     wait_for(lambda: None not in group.codes())
     assert group.codes() == [-signal.SIGTERM] * 3
 
 
-def test_a_dead_server_takes_its_ranks_along(group_of, tmp_path):
+def test_a_dead_server_takes_its_ranks_along(start_group, tmp_path):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    group = group_of("server")
+    group = start_group("server")
     wait_for(lambda: group.failures(0.0))
     (failure,) = group.failures(0.0)
     assert (failure.rank, failure.code) == (0, -signal.SIGKILL)
@@ -122,8 +122,8 @@ def test_a_dead_server_takes_its_ranks_along(group_of, tmp_path):
     assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_kill_ends_every_process(group_of, tmp_path):
-    group = group_of("waits")
+def test_kill_ends_every_process(start_group, tmp_path):
+    group = start_group("waits")
     wait_for(lambda: len(outputs_of(tmp_path)) == 3)
     pids = family_of(group._server.process.pid)
     group.kill()
@@ -136,8 +136,8 @@ def test_ranks_share_imports_where_there_are_several_and_no_gpu():
     assert not shares_imports(2, 2)
 
 
-def node_of(tmp_path, number: int, how: str) -> subprocess.CompletedProcess:
-    """Host ``number`` of two, with two ranks."""
+def run_host(tmp_path, number: int, how: str) -> subprocess.CompletedProcess:
+    """Run host ``number`` of two hosts, each with two ranks."""
     config = tmp_path / "config"
     config.write_text(how)
     variables = {"NODE_RANK": str(number), "WORLD_SIZE": "4", "PYTHONPATH": str(ROOT)}
@@ -147,12 +147,12 @@ def node_of(tmp_path, number: int, how: str) -> subprocess.CompletedProcess:
 
 
 def test_a_host_of_several_forks_its_own_ranks(tmp_path):
-    assert node_of(tmp_path, 1, "ends").returncode == 0
+    assert run_host(tmp_path, 1, "ends").returncode == 0
     expected = [f"{rank} {rank - 2} 4 hf-4711 False True True\n" for rank in (2, 3)]
     assert outputs_of(tmp_path) == expected
 
 
 def test_a_host_ends_with_its_first_rank_that_fails_and_marks_it(tmp_path):
-    assert node_of(tmp_path, 0, "killed").returncode == 128 + signal.SIGKILL
+    assert run_host(tmp_path, 0, "killed").returncode == 128 + signal.SIGKILL
     assert failure_mark(tmp_path / "rank1.out").exists()
     assert not failure_mark(tmp_path / "rank0.out").exists()

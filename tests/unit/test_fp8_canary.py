@@ -1,4 +1,4 @@
-"""The trainer's weights as block FP8 rounds them: each rank's part is that of the whole matrix, and is restored."""
+"""The trainer's weights rounded to block FP8: each rank's part is rounded as in the whole matrix, and then restored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def local_values(shape: ModelShape, hf: dict[str, Tensor], layout: Layout, rank:
     return values
 
 
-def rounded(hf: dict[str, Tensor]) -> dict[str, Tensor]:
+def round_matrices(hf: dict[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: dequantize(*quantize(t), dtype=t.dtype) if is_quantized(name) else t
         for name, t in hf.items()
@@ -40,13 +40,13 @@ def rounded(hf: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("head_dim", [128, 64])
 @pytest.mark.parametrize("layout", [Layout.smallest(1), Layout.smallest(2, expert=2)])
 def test_a_ranks_part_is_rounded_as_the_whole_matrix_is(layout: Layout, head_dim: int) -> None:
-    # With heads of 64, rows of a query group are half a block, and a rank's groups together are whole blocks.
+    # With heads of 64, a query group has half a block of key rows. All groups of a rank have whole blocks.
     shape = model_shape(head_dim=head_dim, num_attention_heads=8, num_query_groups=4)
     hf = weights(shape)
     for rank in range(layout.world_size):
         values = local_values(shape, hf, layout, rank)
         before = {key: tensor.clone() for key, tensor in values.items()}
-        expected = local_values(shape, rounded(hf), layout, rank)
+        expected = local_values(shape, round_matrices(hf), layout, rank)
         with rounded_to_fp8(values, shape, layout, rank):
             changed = [key for key in values if not torch.equal(values[key], before[key])]
             assert changed
@@ -57,7 +57,7 @@ def test_a_ranks_part_is_rounded_as_the_whole_matrix_is(layout: Layout, head_dim
 
 
 def test_parts_of_blocks_keep_their_values() -> None:
-    """Each of two expert tensor parallel ranks holds 64 rows of gate and up."""
+    """Each of two expert tensor parallel ranks has 64 rows of gate and up, half a block, so they are not rounded."""
     layout = Layout.smallest(2, expert_tensor=2)
     shape = model_shape(moe_ffn_hidden_size=128)
     values = local_values(shape, weights(shape), layout, 0)

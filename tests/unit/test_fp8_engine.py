@@ -1,4 +1,5 @@
-"""Engines with block-FP8 weights: what is sent, where it lies, which models fit, and the servers' options."""
+"""Engines with block-FP8 weights: the tensors that are sent and those of each rank, the models that fit, and the
+servers' options."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def weights(shape: ModelShape) -> dict[str, Tensor]:
     return {name: torch.randn(d).to(torch.bfloat16) for name, d in hf_tensors(shape).items()}
 
 
-def control(shape: ModelShape, ranks: int = 1, *, quantized: bool = True) -> EngineWeights:
+def engine_weights(shape: ModelShape, ranks: int = 1, *, quantized: bool = True) -> EngineWeights:
     tensors = EngineTensors(shape, EngineLayout(ranks), "cpu", quantized=quantized)
     client = HttpClient("http://127.0.0.1:1", "user", "admin")
     return EngineWeights(client, tensors, torch.bfloat16, timeout_s=1)
@@ -84,7 +85,7 @@ def columns(tensor: Tensor, rank: int) -> Tensor:
 def test_two_ranks_hold_values_and_scales_beside_them(rank: int) -> None:
     shape = model_shape()
     hf = weights(shape)
-    engine = control(shape, 2)
+    engine = engine_weights(shape, 2)
     expected = engine.expected()
     for item in hf.items():
         expected.add(engine.encode([item]))
@@ -116,8 +117,8 @@ def test_two_ranks_hold_values_and_scales_beside_them(rank: int) -> None:
 def test_a_bucket_has_values_scales_and_unquantised_tensors() -> None:
     shape = model_shape()
     hf = weights(shape)
-    engine = control(shape)
-    names = [f"{ATTENTION}k_proj.weight", "model.norm.weight"]
+    engine = engine_weights(shape)
+    names = [f"{ATTENTION}k_proj.weight", "model.norm.weight"]  # the first one is quantised
     bucket = [(name, hf[name]) for name in names]
     encoded = engine.encode(bucket)
     values, scales = quantize(hf[names[0]])
@@ -136,7 +137,7 @@ def test_a_bucket_has_values_scales_and_unquantised_tensors() -> None:
 
 def test_an_engine_without_quantization_is_sent_the_gathered_tensors_themselves() -> None:
     shape = model_shape()
-    engine = control(shape, quantized=False)
+    engine = engine_weights(shape, quantized=False)
     bucket = list(weights(shape).items())
     assert all(a is b for (_, a), (_, b) in zip(engine.encode(bucket), bucket, strict=True))
     gathered = [(name, tensor.shape) for name, tensor in bucket]
@@ -233,6 +234,7 @@ def test_configurations_that_servers_cannot_hold(
 
 @pytest.fixture
 def config(tmp_path: Path) -> Any:
+    """A function that loads the configuration of a wide mixture of experts with further overrides."""
     path = write_config(tmp_path, minimal(tmp_path, {**MOE, **WIDE}))
     return lambda *overrides: load_config(path, ["engine.device=cpu", *overrides])
 
@@ -277,10 +279,16 @@ def test_servers_without_a_trainer_are_refused(config: Any, tmp_path: Path) -> N
     assert mentions(str(refusal.value), "engine.quantization", "fp8")
 
 
-@pytest.mark.parametrize(("held", "wanted"), [("fp8", None), (None, "fp8")])
-def test_a_server_of_the_other_kind_is_refused(held: str | None, wanted: str | None) -> None:
-    info = {"dtype": "bfloat16", "tp_size": 1, "device": "cpu", "quantization": held}
+@pytest.mark.parametrize(
+    ("server_quantization", "run_quantization"), [("fp8", None), (None, "fp8")]
+)
+def test_a_server_of_the_other_kind_is_refused(
+    server_quantization: str | None, run_quantization: str | None
+) -> None:
+    info = {"dtype": "bfloat16", "tp_size": 1, "device": "cpu", "quantization": server_quantization}
     with pytest.raises(EngineMismatchError) as refusal:
-        check_layout("http://h", info, "bfloat16", model_shape(), wanted)
-    assert mentions(str(refusal.value), "quantization", str(held), str(wanted))
-    check_layout("http://h", info, "bfloat16", model_shape(), held)
+        check_layout("http://h", info, "bfloat16", model_shape(), run_quantization)
+    assert mentions(
+        str(refusal.value), "quantization", str(server_quantization), str(run_quantization)
+    )
+    check_layout("http://h", info, "bfloat16", model_shape(), server_quantization)

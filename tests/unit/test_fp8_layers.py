@@ -15,8 +15,8 @@ from megatron_dppo.model.quantization import BLOCK
 TOKENS, HIDDEN, INNER = 6, 2 * BLOCK, BLOCK
 
 
-def activations(x: Tensor) -> Tensor:
-    """``x`` by groups of 128 columns, in float64: the largest magnitude of a group becomes 448."""
+def round_activations(x: Tensor) -> Tensor:
+    """Return ``x`` rounded to FP8, in float64. Each group of 128 columns is scaled so that its maximum becomes 448."""
     groups = []
     for group in x.double().split(BLOCK, -1):
         scale = group.abs().amax(-1, keepdim=True) / 448
@@ -25,10 +25,10 @@ def activations(x: Tensor) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in float64, with both sides in FP8."""
+    """Return x W^T in float64, with both operands rounded to FP8."""
     values, scales = quantize(weight)
     whole = values.double() * torch.kron(scales.double(), torch.ones(BLOCK, BLOCK).double())
-    return activations(x) @ whole.T
+    return round_activations(x) @ whole.T
 
 
 def bf16(*dims: int) -> Tensor:
@@ -51,10 +51,10 @@ def test_a_linear_layer() -> None:
     got = linear(x, values, [BLOCK, BLOCK], scales, bias=bias)
     assert got.shape == (2, TOKENS, INNER)
     assert_near(got, product(x, weight) + bias.double())
-    # Without rounding of activations the result is another one.
+    # The product without any rounding is at least ten times farther from the result.
     plain = x.double() @ weight.double().T + bias.double()
-    near = (got.double() - product(x, weight) - bias.double()).abs().mean()
-    assert near < 0.1 * (got.double() - plain).abs().mean()
+    error = (got.double() - product(x, weight) - bias.double()).abs().mean()
+    assert error < 0.1 * (got.double() - plain).abs().mean()
 
 
 def test_experts() -> None:

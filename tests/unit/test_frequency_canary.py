@@ -1,9 +1,11 @@
-"""The frequency canary: what equality of two wrong numbers hides. Simulated runs, healthy and not, in float64."""
+"""The frequency canary finds a sampler that draws from another distribution than trainer and engine both report.
+
+Healthy and faulty runs are simulated in float64.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 
 import numpy as np
 import pytest
@@ -18,12 +20,12 @@ from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import FREQUENCY_SUMS
 
 TOKENS, WORDS = 640, 24
-"""Of a step, as in the demo's first mini-batch; of a vocabulary."""
+"""The tokens of a step, as in the demo's first mini-batch, and the words of the vocabulary."""
 
 
-def distributions(draw: np.random.Generator) -> np.ndarray:
-    """Logits of a step's tokens: half of the tokens nearly certain, as a language model's are."""
-    return draw.normal(size=(TOKENS, WORDS)) * draw.choice([1.0, 8.0], size=(TOKENS, 1))
+def draw_logits(rng: np.random.Generator) -> np.ndarray:
+    """Return logits for the tokens of a step. Half of the tokens are nearly certain, as in a language model."""
+    return rng.normal(size=(TOKENS, WORDS)) * rng.choice([1.0, 8.0], size=(TOKENS, 1))
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -32,7 +34,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def sums_of(
-    draw: np.random.Generator,
+    rng: np.random.Generator,
     logits: np.ndarray,
     *,
     reported: float = 1.0,
@@ -40,18 +42,21 @@ def sums_of(
     top_p: float = 1.0,
     noise: float = 0.0,
 ) -> dict[str, float]:
-    """The metric sums of tokens that are drawn at the temperature ``sampled`` while both sides report ``reported``;
-    the trainer's logits differ by ``noise``."""
+    """Return the metric sums of tokens that are drawn at the temperature ``sampled`` and with ``top_p``.
+
+    Engine and trainer both compute their log-probabilities at the temperature ``reported``. ``noise``: the standard
+    deviation of the difference between their logits.
+    """
     p = np.exp(log_softmax(logits / sampled))
     if top_p < 1:
         order = np.argsort(-p, axis=1)
         ranked = np.take_along_axis(p, order, 1)
-        kept = ranked.cumsum(1) - ranked < top_p
-        np.put_along_axis(p, order, ranked * kept, 1)
+        is_kept = ranked.cumsum(1) - ranked < top_p
+        np.put_along_axis(p, order, ranked * is_kept, 1)
         p /= p.sum(1, keepdims=True)
-    tokens = (p.cumsum(1) < draw.random((TOKENS, 1))).sum(1).clip(max=WORDS - 1)
+    tokens = (p.cumsum(1) < rng.random((TOKENS, 1))).sum(1).clip(max=WORDS - 1)
     mu = log_softmax(logits / reported)
-    pi = log_softmax((logits + noise * draw.normal(size=logits.shape)) / reported)
+    pi = log_softmax((logits + noise * rng.normal(size=logits.shape)) / reported)
     rows = np.arange(TOKENS)
     inputs = TokenInputs(
         log_probs=torch.from_numpy(pi[rows, tokens]),
@@ -68,30 +73,37 @@ def rollout_of(**settings: object) -> RolloutConfig:
     return RolloutConfig(**{**sizes, **settings})  # type: ignore[arg-type]
 
 
-def canary(algorithm: AlgorithmConfig | None = None, **rollout: object) -> FrequencyCanary:
+def make_canary(algorithm: AlgorithmConfig | None = None, **rollout: object) -> FrequencyCanary:
     return FrequencyCanary(rollout_of(**rollout), algorithm or AlgorithmConfig())
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.5], ids=["alike", "as bfloat16", "far apart"])
 def test_a_thousand_healthy_steps_raise_no_alarm(noise):
-    draw, looked = np.random.default_rng(0), canary()
+    rng, canary = np.random.default_rng(0), make_canary()
     evidence = []
     for _ in range(1000):
-        looked.check(sums_of(draw, distributions(draw), noise=noise))
-        evidence.append(looked.evidence)
+        canary.check(sums_of(rng, draw_logits(rng), noise=noise))
+        evidence.append(canary.evidence)
     assert max(evidence) < 2.0
 
 
 def test_the_martingale_has_a_mean_of_at_most_1():
-    """Over short healthy runs, where it is far from degenerate: its mean is that of what begins at 1 and only falls."""
-    draw = np.random.default_rng(0)
+    """The evidence of a healthy run is a supermartingale that begins at 1, so its mean is at most 1. After one step the
+    values of different runs still vary, so this mean can be measured.
+    """
+    rng = np.random.default_rng(0)
     final = []
     for _ in range(300):
-        looked = canary()
-        looked.check(sums_of(draw, distributions(draw)))
-        final.append(10**looked.evidence)
+        canary = make_canary()
+        canary.check(sums_of(rng, draw_logits(rng)))
+        final.append(10**canary.evidence)
     assert np.std(final) > 0.05
     assert np.mean(final) < 1 + 3 * np.std(final) / math.sqrt(len(final))
+
+
+def check_all(canary: FrequencyCanary, steps: list[dict[str, float]]) -> None:
+    for sums in steps:
+        canary.check(sums)
 
 
 @pytest.mark.parametrize(
@@ -105,17 +117,17 @@ def test_the_martingale_has_a_mean_of_at_most_1():
     ids=["temperature missing in the sampler", "in both reports", "top-p", "beside rounding"],
 )
 def test_a_sampler_that_draws_otherwise_is_found(fault, side):
-    """Trainer and engine agree about every number, and the gap |pi - mu| shows nothing."""
-    draw, looked = np.random.default_rng(0), canary()
-    steps = (sums_of(draw, distributions(draw), **fault) for _ in range(40))
+    """Trainer and engine compute equal or nearly equal log-probabilities, so |pi - mu| does not show the fault."""
+    rng, canary = np.random.default_rng(0), make_canary()
+    steps = [sums_of(rng, draw_logits(rng), **fault) for _ in range(40)]
     with pytest.raises(FrequencyError) as caught:
-        deque(map(looked.check, steps), 0)
+        check_all(canary, steps)
     assert f"nats {side} surprising" in str(caught.value)
     assert "was not trained on" in str(caught.value)
 
 
 def by_hand(p: float, tokens: int) -> dict[str, float]:
-    """Sums of ``tokens`` draws of a coin that reports 1/2 each: its surprise is always its entropy."""
+    """Return the sums of ``tokens`` tokens that all have pi = mu = ``p``, beside an entropy of log 2."""
     ones = torch.full((tokens,), math.log(p), dtype=torch.float64)
     inputs = TokenInputs(
         ones, ones, ones, torch.ones(tokens, dtype=torch.bool),
@@ -125,26 +137,28 @@ def by_hand(p: float, tokens: int) -> dict[str, float]:
 
 
 def test_the_sums_by_hand():
-    """A surprise of 2 log 2 beside an entropy of log 2, three times; the allowance is that of the cut alone."""
+    """Three tokens have -log mu = 2 log 2 and an entropy of log 2. pi is mu, so only the allowance of the cut, 2e-4, is
+    subtracted.
+    """
     high, low = math.log(2) - 2e-4, -math.log(2) - 2e-4
     sums = by_hand(0.25, 3)
     expected = (3 * high, 3 * high**2, 3 * low, 3 * low**2)
     assert [sums[name] for name in FREQUENCY_SUMS] == pytest.approx(expected)
-    looked = canary()
-    looked.check(sums)
+    canary = make_canary()
+    canary.check(sums)
     exponents = [
         a * m / 20 + (math.log(1 - a) + a) * s / 400
         for m, s in (expected[:2], expected[2:])
         for a in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
     ]
-    assert looked.evidence == pytest.approx(
+    assert canary.evidence == pytest.approx(
         math.log10(sum(map(math.exp, exponents)) / len(exponents))
     )
-    assert looked.figures() == {names.FREQUENCY_EVIDENCE: looked.evidence}
+    assert canary.figures() == {names.FREQUENCY_EVIDENCE: canary.evidence}
 
 
 def test_a_gap_between_trainer_and_engine_explains_a_surprise():
-    """mu = 1/8 where pi = 1/2: the surprise of 2 log 2 above the entropy is what the gap alone may come to."""
+    """mu is 1/8 and pi is 1/2. Then -log mu is 2 log 2 above the entropy, and the gap explains more than this."""
     half, eighth = (torch.tensor([math.log(p)], dtype=torch.float64) for p in (0.5, 0.125))
     inputs = TokenInputs(
         half, eighth, torch.ones(1), torch.ones(1, dtype=torch.bool),
@@ -157,39 +171,40 @@ def test_a_gap_between_trainer_and_engine_explains_a_surprise():
 
 def test_batches_that_rewards_chose_are_not_looked_at():
     sums = by_hand(0.01, 10**4)
-    for looked in (
-        canary(drop_zero_variance_groups=True),
-        canary(AlgorithmConfig(truncated_responses="drop")),
+    for canary in (
+        make_canary(drop_zero_variance_groups=True),
+        make_canary(AlgorithmConfig(truncated_responses="drop")),
     ):
-        looked.check(sums)
-        assert looked.figures() == {}
+        canary.check(sums)
+        assert canary.figures() == {}
     for truncated in ("zero-reward", "as-verified"):
         with pytest.raises(FrequencyError):
-            canary(AlgorithmConfig(truncated_responses=truncated)).check(sums)
+            make_canary(AlgorithmConfig(truncated_responses=truncated)).check(sums)
 
 
 def test_a_replayed_batch_is_only_warned_of(caplog):
-    looked = canary(replay_from="saved")
+    canary = make_canary(replay_from="saved")
     for _ in range(2):
-        looked.check(by_hand(0.01, 10**4))
-    assert looked.evidence > LARGEST_EVIDENCE
+        canary.check(by_hand(0.01, 10**4))
+    assert canary.evidence > LARGEST_EVIDENCE
     assert len(caplog.records) == 1
 
 
 def test_far_apart_nothing_is_proved_and_no_run_is_stopped(caplog):
-    """One token of a thousand has pi = 100 mu, where the cut counts 20 of the 230 nats that explain it; the others are
-    alike."""
+    """One of the two ids has mu = 0.001 and pi = 100 mu. For its tokens the gap explains 230 nats, but the cut counts
+    only 20 of them, so a healthy run of other weights looks wrong.
+    """
     mu = np.array([0.001, 0.999])
     pi = np.array([0.1, 0.9])
-    draw = np.random.default_rng(0)
-    looked = FrequencyCanary(rollout_of(), AlgorithmConfig(), at_equal_weights=False)
+    rng = np.random.default_rng(0)
+    canary = FrequencyCanary(rollout_of(), AlgorithmConfig(), at_equal_weights=False)
     for _ in range(20):
-        ids = draw.choice(2, size=1000, p=mu)
+        ids = rng.choice(2, size=1000, p=mu)
         entropy = torch.full((1000,), float(-(pi * np.log(pi)).sum()), dtype=torch.float64)
         inputs = TokenInputs(
             torch.from_numpy(np.log(pi)[ids]), torch.from_numpy(np.log(mu)[ids]), torch.ones(1000),
             torch.ones(1000, dtype=torch.bool), entropy=entropy,
         )  # fmt: skip
-        looked.check(policy_loss(build_algorithm("pg-is"), inputs).metrics.values())
-    assert looked.evidence > LARGEST_EVIDENCE
+        canary.check(policy_loss(build_algorithm("pg-is"), inputs).metrics.values())
+    assert canary.evidence > LARGEST_EVIDENCE
     assert len(caplog.records) == 1

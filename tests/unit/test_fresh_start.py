@@ -41,7 +41,7 @@ def config(tmp_path: Path, resume: str = "auto", **checkpoint: Any) -> TrainConf
 
 
 def write_run(directory: Path, steps: int) -> None:
-    """What a run of ``steps`` steps leaves."""
+    """Write what a run of ``steps`` steps leaves in its folder."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"step": step}) + "\n" for step in range(steps + 1)]
     (directory / "metrics.jsonl").write_text("".join(lines))
@@ -81,7 +81,9 @@ def test_a_trained_run_is_not_begun_anew(tmp_path, unusable, history, found):
 def test_a_run_that_ended_before_its_first_checkpoint_was_written_may_begin_anew(
     tmp_path, recorded
 ):
-    """However many are due by the checkpoint.every of now: it may have been larger."""
+    """By the present ``checkpoint.every`` there should be checkpoints, but the value of the earlier start may have been
+    larger.
+    """
     check_fresh_start(config(tmp_path).run, [], History(recorded, None))
     with pytest.raises(ResumeError, match=mentioning("run.resume", "required")):
         check_fresh_start(config(tmp_path, "required").run, [], History(recorded, None))
@@ -158,5 +160,6 @@ def test_a_damaged_newest_checkpoint_is_passed_over_only_where_it_is_asked_for(t
     remedies = ("checkpoint.on_damage=previous", "step_000020", "run.resume=never")
     assert mentions(str(caught.value), REASON, *remedies)
     assert [u.step for u in newer_unusable(survey(10, 20, 40))] == [40]
-    sent = TypeAdapter(CheckpointSurvey)
-    assert sent.validate_json(sent.dump_json(survey(40))) == survey(40)
+    # Rank 0 sends its survey to the other ranks as JSON.
+    adapter = TypeAdapter(CheckpointSurvey)
+    assert adapter.validate_json(adapter.dump_json(survey(40))) == survey(40)

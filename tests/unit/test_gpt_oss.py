@@ -1,5 +1,5 @@
 """gpt-oss: its configuration, transposed experts of checkpoints, MXFP4, attention with sinks and windows, and faults
-planted in what the engine holds."""
+that are planted in the engine's tensors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_published_files_are_read_as_transformers_reads_them(name: str, acti
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert isinstance(ours.rope_scaling, YarnRopeScaling)
     assert not ours.rope_scaling.truncate
-    # The model card's number of parameters that a token passes.
+    # The model card states how many parameters (in 10^9) a token passes through.
     assert active_parameters(ours) / 1e9 == pytest.approx(active, abs=0.005)
     assert unknown_key_warnings(CONFIGS / name) == []
     assert missing_engine_keys(CONFIGS / name) == {}
@@ -234,13 +234,13 @@ def test_mxfp4_by_hand() -> None:
     assert values.shape == (1, 64)
     assert values[0, :6].tolist() == [0.5, 1.0, 6.0, -6.0, -0.0, -0.5]
     assert math.copysign(1, values[0, 4]) == -1
-    # Of the second block, whose factor is 2^3: 1.5 and 3.0.
+    # The second block has the factor 2^3, and ends with 1.5 and 3.0.
     assert values[0, 62:].tolist() == [12.0, 24.0]
     assert not values[0, 6:62].any()
 
 
-def quantized(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """A tiny model with random MXFP4 experts, and the tensors of the same model in bfloat16 by transformers."""
+def save_quantized_model(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """Save a tiny model with random MXFP4 experts. Return its folder, and the tensors by transformers."""
     hf = save_tiny_model(folder, "gpt_oss", dtype=torch.bfloat16)
     tensors = tensors_of(hf)
     plain = dict(tensors)
@@ -260,7 +260,7 @@ def quantized(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 
 def test_mxfp4_is_converted_to_what_transformers_makes_of_it(tmp_path: Path) -> None:
-    hf, expected = quantized(tmp_path / "hf")
+    hf, expected = save_quantized_model(tmp_path / "hf")
     hf_to_megatron(hf, tmp_path / "m", dtype="bfloat16")
     verify(hf, tmp_path / "m")
     megatron_to_hf(tmp_path / "m", tmp_path / "back")
@@ -272,7 +272,7 @@ def test_mxfp4_is_converted_to_what_transformers_makes_of_it(tmp_path: Path) -> 
 
 
 def test_mxfp4_needs_a_type_and_its_scales(tmp_path: Path) -> None:
-    hf, _ = quantized(tmp_path / "hf")
+    hf, _ = save_quantized_model(tmp_path / "hf")
     with pytest.raises(CheckpointError, match="--dtype"):
         hf_to_megatron(hf, tmp_path / "m")
     tensors = tensors_of(hf)
@@ -358,7 +358,7 @@ def test_the_engines_attention_has_the_same_sinks(is_causal: bool) -> None:
     weights = logits.exp() * mask
     shares = weights / (weights.sum(-1, keepdim=True) + sinks.exp().view(1, 4, 1, 1))
     torch.testing.assert_close(found, shares @ value.repeat_interleave(2, 1))
-    # Other layers, which have none, are not changed by a layer with sinks.
+    # A layer with sinks must not change the attention of layers without sinks.
     plain = attend()
     expected = (weights / weights.sum(-1, keepdim=True)) @ value.repeat_interleave(2, 1)
     torch.testing.assert_close(plain, expected)
@@ -367,8 +367,8 @@ def test_the_engines_attention_has_the_same_sinks(is_causal: bool) -> None:
 # --- planted faults
 
 
-def packed(hf: dict[str, Tensor], layer: int = 0) -> dict[str, Tensor]:
-    """The experts of a layer by SGLang's names, as its loader makes them of a checkpoint's tensors."""
+def engine_experts(hf: dict[str, Tensor], layer: int = 0) -> dict[str, Tensor]:
+    """The expert tensors of a layer, with SGLang's names, as its loader builds them from a checkpoint's tensors."""
     prefix = f"model.layers.{layer}.mlp.experts."
 
     def stacked(name: str) -> Tensor:
@@ -385,21 +385,22 @@ def packed(hf: dict[str, Tensor], layer: int = 0) -> dict[str, Tensor]:
 def engine_tensors(hf: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of layer 0 as SGLang's loader builds them in a bfloat16 model on one rank."""
     layer = "model.layers.0."
-    found = packed(hf)
+    tensors = engine_experts(hf)
     for name in (
         "self_attn.sinks",
         "self_attn.o_proj.bias",
         "mlp.router.weight",
         "mlp.router.bias",
     ):
-        found[layer + name] = hf[layer + name]
-    found[f"{layer}self_attn.qkv_proj.bias"] = torch.cat(
+        tensors[layer + name] = hf[layer + name]
+    tensors[f"{layer}self_attn.qkv_proj.bias"] = torch.cat(
         [hf[f"{layer}self_attn.{part}_proj.bias"] for part in "qkv"]
     )
-    return found
+    return tensors
 
 
 Fault = Callable[[dict[str, Tensor], dict[str, Tensor]], str]
+"""Changes a tensor of the engine, and returns its name. Arguments: the engine's tensors, the Hugging Face tensors."""
 
 
 def gates_before_ups(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
@@ -428,7 +429,7 @@ def the_bias_of_another_expert(engine: dict[str, Tensor], hf: dict[str, Tensor])
 
 def an_expert_of_another_layer(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
     name = f"{EXPERTS}w13_weight"
-    other = packed(hf, 1)["model.layers.1.mlp.experts.w13_weight"]
+    other = engine_experts(hf, 1)["model.layers.1.mlp.experts.w13_weight"]
     engine[name] = torch.cat([engine[name][:3], other[3:]])
     return name
 
@@ -490,7 +491,7 @@ def test_a_planted_fault_is_named(plant: Fault) -> None:
 
 
 def test_a_second_rank_adds_no_bias_to_a_sum() -> None:
-    """Ranks add up the outputs of their parts of an expert: one of them has the bias."""
+    """Ranks add up the outputs of their parts of an expert, so only one of them may add the bias."""
     parameters = [
         {p.name: p for p in engine_parameters(tiny(), EngineLayout(2), rank)} for rank in (0, 1)
     ]
@@ -498,7 +499,7 @@ def test_a_second_rank_adds_no_bias_to_a_sum() -> None:
     assert [len(p.segments) for p in biases] == [1, 0]
     assert biases[0].shape == biases[1].shape == (8,)
     inputs = parameters[1][f"{EXPERTS}w13_weight_bias[1]"]
-    # A rank has whole pairs of a gate and an up.
+    # A rank has whole pairs of a gate row and an up row.
     assert [(s.hf_start, s.length, s.hf_step) for s in inputs.segments] == [(4, 4, 1)]
     sinks = parameters[1]["model.layers.0.self_attn.sinks"]
     assert [(s.hf_start, s.length) for s in sinks.segments] == [(2, 2)]
