@@ -258,10 +258,10 @@ def test_the_device_is_what_the_run_says_or_what_is_there(tmp_path, monkeypatch)
 def test_a_port_in_use_is_told_before_anything_starts(tmp_path):
     import socket
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         engine = engine_of(tmp_path, port)
         with pytest.raises(EngineStartError, match=rf"127.0.0.1:{port}"):
             engine.start()

@@ -434,17 +434,17 @@ def play_greeting(
 
 
 def test_a_first_observation_is_a_message_after_the_problems():
-    t, asked, prompt, _ = play_greeting("Begin: 7", ["4", "5", "6"], greeting="Begin: 7")
-    assert list(asked[0].prompt_ids) == t.prompt_ids.tolist() == prompt
+    t, requests, prompt, _ = play_greeting("Begin: 7", ["4", "5", "6"], greeting="Begin: 7")
+    assert list(requests[0].prompt_ids) == t.prompt_ids.tolist() == prompt
     assert (t.turns, t.finish_reason, t.stamp.digests) == (3, "stop", t.digests())
 
 
 def test_turns_that_follow_another_first_observation_are_drawn_anew(tmp_path):
     flag = str(tmp_path / "flag")
-    t, asked, prompt, episodes = play_greeting("hi!", ["4", "5", "6"], greeting="hi", flag=flag)
+    t, requests, prompt, episodes = play_greeting("hi!", ["4", "5", "6"], greeting="hi", flag=flag)
     assert t.prompt_ids.tolist() == prompt
-    assert len(asked) == 2 + 3
-    assert asked[2].prompt_ids == prompt
+    assert len(requests) == 2 + 3
+    assert requests[2].prompt_ids == prompt
     assert (t.turns, t.finish_reason, episodes.faults.total()) == (3, "stop", 1)
 
 
@@ -457,10 +457,10 @@ def test_a_first_observation_has_its_limits():
     t, _, _, _ = play_greeting("hi", ["4"], limits, greeting="hi")
     assert mentions(t.reason, "reset", len(prompt), len(prompt), "environment.max_tokens")
     # One token is left for the first turn.
-    t, asked, _, _ = play_greeting(
+    t, requests, _, _ = play_greeting(
         "hi", ["4"], replace(limits, tokens=len(prompt) + 1), greeting="hi"
     )
-    assert (asked[0].sampling.max_new_tokens, t.length, t.finish_reason) == (
+    assert (requests[0].sampling.max_new_tokens, t.length, t.finish_reason) == (
         1,
         len(prompt) + 1,
         "length",
@@ -484,30 +484,30 @@ def test_a_branch_that_can_not_be_is_a_fault():
     episode = _Episode(request)
     episode.branches = [turns_of([1], ())]
     seeds = []
-    said = [{"role": "user", "content": "8"}]
+    messages = [{"role": "user", "content": "8"}]
     for number, delta in ((0, "<|im_end|>\n<|im_start|>user"), (1, "<|im_start|>user")):
         # The turn of branch 0 has no sampled end, so the template adds one. Branch 1 is new and begins with a message.
-        episodes._prepare_next_turn(episode, ChatCall(said, branch=number))
+        episodes._prepare_next_turn(episode, ChatCall(messages, branch=number))
         assert tokenizer().decode(episode.delta).startswith(delta)
         seeds.append(episodes._request(episode).sampling.seed)
     # Branches have different seeds, so that equal prompts of two branches get independent answers.
     assert seeds[0] == 5
     assert seeds[1] != 5
     with pytest.raises(EnvironmentFaultError, match=mentioning("branch 2", 1)):
-        episodes._prepare_next_turn(episode, ChatCall(said, branch=2))
+        episodes._prepare_next_turn(episode, ChatCall(messages, branch=2))
     with pytest.raises(EnvironmentFaultError, match=mentioning("reset", "branch 1", 0)):
-        episodes._begin(episode, PROBLEM, request, ChatCall(said, branch=1))
+        episodes._begin(episode, PROBLEM, request, ChatCall(messages, branch=1))
 
 
 def test_what_follows_a_turn_depends_on_the_end_of_its_own_branch():
     """Branch 0 ends with a sampled end of turn. Branch 1, the newest one, was cut off before its end."""
     pool = EnvironmentPool(EnvironmentSpec(f"{PLANTED}:Greeting", {}, 60.0), workers=1)
     episodes = Episodes(pool, TurnTemplate(tokenizer(), "user"), LIMITS)
-    said = [{"role": "user", "content": "8"}]
+    messages = [{"role": "user", "content": "8"}]
     episode = _Episode(GenerationRequest(0, (1,), SamplingParams(1)))
     episode.branches = [Trajectory.of_response([1], [end]) for end in (IM_END, 4)]
     for number, begins_with_end in ((0, False), (1, True)):
-        episodes._prepare_next_turn(episode, ChatCall(said, branch=number))
+        episodes._prepare_next_turn(episode, ChatCall(messages, branch=number))
         delta = tokenizer().decode(episode.delta)
         assert delta.startswith("<|im_end|>") == begins_with_end
         assert delta.removeprefix("<|im_end|>").startswith("\n<|im_start|>user")

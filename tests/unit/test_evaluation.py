@@ -160,9 +160,9 @@ def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None
         engine, scorer, sample_maker(problems),
     )  # fmt: skip
     engine.version = 6
-    found, samples = evaluator.finish(evaluator.begin(6), 6)
+    accuracies, samples = evaluator.finish(evaluator.begin(6), 6)
     # The responses are 0 to 3. One of them answers problem 0, one problem 1 and none problem 2.
-    assert found == {"evaluation/test/accuracy": 2 / 8, "evaluation/hard/accuracy": 1 / 8}
+    assert accuracies == {"evaluation/test/accuracy": 2 / 8, "evaluation/hard/accuracy": 1 / 8}
     assert [s.set for s in samples] == ["test"] * 4 + ["hard"] * 4
     # The samples that are written include the correct response.
     for name in ("test", "hard"):
@@ -229,9 +229,10 @@ def test_scores_belong_to_their_responses_whatever_comes_first(tmp_path: Path) -
 
 
 def test_a_truncated_response_earns_nothing_where_the_run_wants_it(tmp_path: Path) -> None:
-    cut = [response(PROBLEM, 0, "1", finish_reason="length"), response(PROBLEM, 1, "1")]
-    assert [t.reward for t in score(cut, tmp_path, truncated_responses="zero-reward")] == [0, 1]
-    assert [t.reward for t in score(cut, tmp_path, truncated_responses="as-verified")] == [1, 1]
+    responses = [response(PROBLEM, 0, "1", finish_reason="length"), response(PROBLEM, 1, "1")]
+    for setting, rewards in (("zero-reward", [0, 1]), ("as-verified", [1, 1])):
+        trajectories = score(responses, tmp_path, truncated_responses=setting)
+        assert [t.reward for t in trajectories] == rewards
 
 
 def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
@@ -279,18 +280,18 @@ def generate_with_replacements(words: list[str], folder: Path, rounds: int = 2) 
     with Scorer(config) as scorer:
         generation = ScoredGeneration(engine, scorer, job, "step 4: generate", 7)
         generation.wait(3, mixes=False)
-        found = generation.scored(settings(folder).algorithm, version=3, mixes=False)
-    return found, engine, scorer, generation
+        trajectories = generation.scored(settings(folder).algorithm, version=3, mixes=False)
+    return trajectories, engine, scorer, generation
 
 
 def test_a_response_whose_reward_cannot_be_had_is_replaced_by_another(tmp_path: Path) -> None:
-    found, engine, scorer, generation = generate_with_replacements(
+    trajectories, engine, scorer, generation = generate_with_replacements(
         ["abcde", "bad", "a", "bad", "ab"], tmp_path
     )
-    assert [(t.text, t.reward) for t in found] == [("abcde", 5), ("ab", 2), ("a", 1)]
+    assert [(t.text, t.reward) for t in trajectories] == [("abcde", 5), ("ab", 2), ("a", 1)]
     # A response without a reward does not count as 0: the mean is over the three rewards 5, 2 and 1.
-    assert [t.advantage for t in found] == pytest.approx([7 / 3, -2 / 3, -5 / 3])
-    assert [t.sample_index for t in found] == [0, 1, 2]
+    assert [t.advantage for t in trajectories] == pytest.approx([7 / 3, -2 / 3, -5 / 3])
+    assert [t.sample_index for t in trajectories] == [0, 1, 2]
     assert engine.descriptions == [
         "step 4: generate",
         "step 4: generate, replacement 1",
@@ -355,12 +356,12 @@ def test_an_evaluation_that_is_lost_with_a_replacement_leaves_nothing_under_way(
 
 def test_a_truncated_response_never_gains_by_it(tmp_path: Path) -> None:
     """A truncated response gets 0 in place of a positive reward. It keeps a negative reward: 0 would be more."""
-    cut = response(PROBLEM, 0, "x", finish_reason="length")
+    truncated = response(PROBLEM, 0, "x", finish_reason="length")
     algorithm = settings(tmp_path).algorithm
     zeroing = algorithm.model_copy(update={"truncated_responses": "zero-reward"})
     for value, reward in ((-3.0, -3.0), (2.0, 0.0)):
-        (found,) = with_rewards([cut], [Score(value)], 1, zeroing, most_tokens=16)
-        assert found.reward == reward
+        (trajectory,) = with_rewards([truncated], [Score(value)], 1, zeroing, most_tokens=16)
+        assert trajectory.reward == reward
 
 
 def test_a_generation_frees_its_responses_with_itself() -> None:

@@ -84,11 +84,12 @@ def test_a_stage_gets_its_layers_alone_and_all_stages_make_the_whole():
     assert STAGES.needs(ColumnPart(5, "token_ids"), 1)
     assert same(STAGES.trajectory(Outline.of(whole), parts), whole)
     second = {p: a for p, a in parts.items() if STAGES.needs(p, 1)}
-    cut = whole.with_columns(routed_experts=ROUTED[:, [0, 2]])
-    assert same(STAGES.trajectory(Outline.of(whole), second), cut)
+    stage_trajectory = whole.with_columns(routed_experts=ROUTED[:, [0, 2]])
+    assert same(STAGES.trajectory(Outline.of(whole), second), stage_trajectory)
     first = {p: a for p, a in parts.items() if STAGES.needs(p, 0)}
-    cut = whole.with_columns(routed_experts=ROUTED[:, [1]]).without("rollout_log_probs")
-    assert same(STAGES.trajectory(Outline.of(whole), first), cut)
+    stage_trajectory = whole.with_columns(routed_experts=ROUTED[:, [1]])
+    stage_trajectory = stage_trajectory.without("rollout_log_probs")
+    assert same(STAGES.trajectory(Outline.of(whole), first), stage_trajectory)
     assert Stages().split(0, whole).keys() == {
         ColumnPart(0, n) for n in ("token_ids", "loss_mask", *whole.columns)
     }
@@ -142,8 +143,8 @@ def test_a_share_has_an_aligned_span_for_each_part():
     assert buffer[64:76].view(np.float32).tolist() == [1, 2, 3]
     assert not buffer[:64].any()
     assert directory.share([]) == Share({}, 0)
-    alone = [[part] for part in parts]
-    assert list(share.pieces(parts, 75)) == alone
+    single_parts = [[part] for part in parts]
+    assert list(share.pieces(parts, 75)) == single_parts
     for limit in (76, 143):
         assert list(share.pieces(parts, limit)) == [parts[:2], parts[2:]]
     assert list(share.pieces(parts, 144)) == [parts]
@@ -167,11 +168,12 @@ def test_one_rank_of_a_host_receives_for_its_replica_there():
     assert groups[2] == HostGroup(0, (2, 3), frozenset([1]), "b", 50)
     assert [group.head for group in groups] == [0, 1, 2, 4]
     stage_of = [0, 0, 1, 1, 1]
-    sizes = {0: 10**6, 1: 10**6, 2: 50, 4: 10**6}  # ranks that are alone take no shared memory
+    # The bytes for each head. A rank that is alone in its group takes no shared memory.
+    sizes = {0: 10**6, 1: 10**6, 2: 50, 4: 10**6}
     assert with_room(groups, sizes, stage_of) == groups
-    alone = with_room(groups, {**sizes, 2: 51}, stage_of)
-    assert [group.ranks for group in alone] == [(0,), (1,), (2,), (3,), (4,)]
-    assert alone[3].stages == {1}
+    single_ranks = with_room(groups, {**sizes, 2: 51}, stage_of)
+    assert [group.ranks for group in single_ranks] == [(0,), (1,), (2,), (3,), (4,)]
+    assert single_ranks[3].stages == {1}
 
 
 def test_an_example_is_a_copy_without_columns():

@@ -67,9 +67,9 @@ class Book:
         self.runner.run(self.small(server).die())
 
     def choose(self, current: list[Member], **suspended: str) -> list[Member]:
-        chosen = self.membership.choose(current, suspended)
-        assert chosen is not None
-        return chosen
+        members = self.membership.choose(current, suspended)
+        assert members is not None
+        return members
 
     def close(self) -> None:
         for server in self.servers:
@@ -132,17 +132,17 @@ def test_the_first_time_the_others_are_waited_for_but_not_for_ever(open_book):
 
 
 def test_one_that_does_not_answer_is_left_out_without_slowing_every_update(open_book, monkeypatch):
-    book, asked = open_book(), []
+    book, asked_servers = open_book(), []
     answers = book.membership._answers
     monkeypatch.setattr(
-        book.membership, "_answers", lambda m: asked.append(m.server.name) or answers(m)
+        book.membership, "_answers", lambda m: asked_servers.append(m.server.name) or answers(m)
     )
     members = [Member(book.start("engine0"), Keys())]
     book.small(book.start("engine1")).silent = True
     assert names(book.choose(members)) == ["engine0"]
-    assert asked == ["engine1"]
+    assert asked_servers == ["engine1"]
     assert names(book.choose(members)) == ["engine0"]
-    assert asked == ["engine1"]  # not again so soon
+    assert asked_servers == ["engine1"]  # the silent server is not asked again so soon
 
 
 def test_nobody_in_time_is_an_error_that_says_who_was_seen(open_book):

@@ -170,27 +170,27 @@ def test_the_fork_servers_of_several_runs_are_forks_of_a_shared_one(shared, tmp_
         if not is_shared:
             # Libraries read this variable when they are imported, so the shared server must not be used.
             variables["OMP_NUM_THREADS"] = "3"
-        done = run(shared, str(tmp_path / name), **variables)
-        assert done.returncode == 0, done.stderr
-        forks, parent_of_forks = map(int, done.stdout.split())
-        found = wait_for_output(tmp_path, name)
-        assert found["parent"] == forks
+        process = run(shared, str(tmp_path / name), **variables)
+        assert process.returncode == 0, process.stderr
+        forks, parent_of_forks = map(int, process.stdout.split())
+        output = wait_for_output(tmp_path, name)
+        assert output["parent"] == forks
         assert (parent_of_forks == parent) == is_shared
-        assert (found["input"], found["variable"]) == ("a key", name)
-        assert found["shown"].endswith(f"-m {COMMAND} waits")
-        assert not is_running(found["child"])
+        assert (output["input"], output["variable"]) == ("a key", name)
+        assert output["shown"].endswith(f"-m {COMMAND} waits")
+        assert not is_running(output["child"])
         assert not is_running(forks)
         assert is_running(parent)
 
 
 def test_a_command_runs_as_a_fork_of_a_shared_server(shared, tmp_path):
     (parent,) = (server.process.pid for server in shared[0]._servers)
-    done = run(shared, str(tmp_path), "ends", "one", FORKED_KEY="1")
-    found = json.loads(done.stdout)
-    assert done.returncode == 3
-    assert (found["parent"], found["arguments"]) == (parent, ["ends", "one"])
+    process = run(shared, str(tmp_path), "ends", "one", FORKED_KEY="1")
+    output = json.loads(process.stdout)
+    assert process.returncode == 3
+    assert (output["parent"], output["arguments"]) == (parent, ["ends", "one"])
     # A key reaches the command on its standard input.
-    assert json.loads(found["input"])["FORKED_KEY"] == "1"
+    assert json.loads(output["input"])["FORKED_KEY"] == "1"
     # No shared server has this module path, so no command runs.
     elsewhere = run(shared, str(tmp_path), "ends", PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert (elsewhere.returncode, elsewhere.stdout) == (0, "")

@@ -118,8 +118,9 @@ def test_a_dead_server_takes_its_ranks_along(start_group, tmp_path):
     (failure,) = group.failures(0.0)
     assert (failure.rank, failure.code) == (0, -signal.SIGKILL)
     group.kill()
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
+    children = psutil.Process().children(recursive=True)
+    remaining = [child for child in children if child.pid not in before]
+    assert not [child for child in remaining if child.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_kill_ends_every_process(start_group, tmp_path):

@@ -44,15 +44,15 @@ def fp8(plain: Path) -> Path:
 def test_a_folder_holds_what_an_engine_receives(plain: Path, fp8: Path) -> None:
     weights = load_file(plain / "model.safetensors")
     (file,) = fp8.glob("*.safetensors")
-    found = load_file(file)
+    stored = load_file(file)
     for name, weight in weights.items():
         if is_quantized(name):
             values, scales = quantize(weight)
-            assert torch.equal(found.pop(name).view(torch.uint8), values.view(torch.uint8))
-            assert torch.equal(found.pop(name + SCALE_SUFFIX), scales)
+            assert torch.equal(stored.pop(name).view(torch.uint8), values.view(torch.uint8))
+            assert torch.equal(stored.pop(name + SCALE_SUFFIX), scales)
         else:
-            assert torch.equal(found.pop(name), weight)
-    assert not found
+            assert torch.equal(stored.pop(name), weight)
+    assert not stored
     config = json.loads((fp8 / "config.json").read_text())
     scheme = config.pop("quantization_config")
     assert (scheme["quant_method"], scheme["weight_block_size"]) == ("fp8", [128, 128])

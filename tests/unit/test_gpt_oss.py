@@ -67,23 +67,23 @@ def tiny() -> ModelShape:
 
 @pytest.mark.parametrize(("name", "active"), [("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)])
 def test_the_published_files_are_read_as_transformers_reads_them(name: str, active: float) -> None:
-    ours, theirs = load_model_shape(CONFIGS / name), AutoConfig.from_pretrained(CONFIGS / name)
-    windows = [i for i, kind in enumerate(theirs.layer_types) if kind == "sliding_attention"]
-    assert ours.window is not None
-    assert (ours.window.tokens, list(ours.window.layers)) == (theirs.sliding_window, windows)
-    assert (ours.num_experts, ours.experts_per_token) == (
-        theirs.num_local_experts,
-        theirs.num_experts_per_tok,
+    shape, config = load_model_shape(CONFIGS / name), AutoConfig.from_pretrained(CONFIGS / name)
+    windows = [i for i, kind in enumerate(config.layer_types) if kind == "sliding_attention"]
+    assert shape.window is not None
+    assert (shape.window.tokens, list(shape.window.layers)) == (config.sliding_window, windows)
+    assert (shape.num_experts, shape.experts_per_token) == (
+        config.num_local_experts,
+        config.num_experts_per_tok,
     )
-    assert ours.glu_limit == theirs.swiglu_limit
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert isinstance(ours.rope_scaling, YarnRopeScaling)
-    assert not ours.rope_scaling.truncate
+    assert shape.glu_limit == config.swiglu_limit
+    assert shape.rope_theta == config.rope_parameters["rope_theta"]
+    assert isinstance(shape.rope_scaling, YarnRopeScaling)
+    assert not shape.rope_scaling.truncate
     # The model card states how many parameters (in 10^9) a token passes through.
-    assert active_parameters(ours) / 1e9 == pytest.approx(active, abs=0.005)
+    assert active_parameters(shape) / 1e9 == pytest.approx(active, abs=0.005)
     assert unknown_key_warnings(CONFIGS / name) == []
     assert missing_engine_keys(CONFIGS / name) == {}
-    assert shape_of_json(json.loads(json.dumps(asdict(ours)))) == ours
+    assert shape_of_json(json.loads(json.dumps(asdict(shape)))) == shape
 
 
 def test_a_file_that_transformers_saves_is_the_same_model(tmp_path: Path) -> None:
@@ -264,9 +264,9 @@ def test_mxfp4_is_converted_to_what_transformers_makes_of_it(tmp_path: Path) -> 
     hf_to_megatron(hf, tmp_path / "m", dtype="bfloat16")
     verify(hf, tmp_path / "m")
     megatron_to_hf(tmp_path / "m", tmp_path / "back")
-    found = tensors_of(tmp_path / "back")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    tensors = tensors_of(tmp_path / "back")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
     assert "quantization_config" not in json.loads((tmp_path / "back/config.json").read_text())
     load_model_shape(tmp_path / "back")
 
@@ -303,8 +303,8 @@ def test_yarn_is_that_of_transformers(truncate: bool, factor: float, original: i
     expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config)
     plain = 1.0 / (150000.0 ** (torch.arange(0, 64, 2, dtype=torch.float) / 64))
     yarn = YarnRopeScaling(factor, original, 32.0, 1.0, 1.0, 0.0, truncate)
-    found = yarn_frequencies(plain, 150000.0, yarn)
-    torch.testing.assert_close(found, expected, atol=0, rtol=1e-6)
+    frequencies = yarn_frequencies(plain, 150000.0, yarn)
+    torch.testing.assert_close(frequencies, expected, atol=0, rtol=1e-6)
     assert yarn.rotated_factor == pytest.approx(attention_factor, rel=1e-12)
 
 
@@ -319,7 +319,7 @@ def test_attention_of_packs_has_sinks_and_windows(window: int | None, has_sinks:
     q, k, v = (torch.randn(13, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     sinks = torch.randn(4, requires_grad=True) if has_sinks else None
     plan = padding_plan(torch.tensor(starts, dtype=torch.int32))
-    found = packed_attention_with_sinks(q, k, v, plan, 0.3, sinks, window)
+    output = packed_attention_with_sinks(q, k, v, plan, 0.3, sinks, window)
     rows = []
     for token in range(13):
         start = max(s for s in starts if s <= token)
@@ -332,10 +332,10 @@ def test_attention_of_packs_has_sinks_and_windows(window: int | None, has_sinks:
             heads.append((weights / total) @ v[first : token + 1, head // 2])
         rows.append(torch.stack(heads))
     expected = torch.stack(rows)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
     inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
     direction = torch.randn_like(expected)
-    gradients = (torch.autograd.grad(o, inputs, direction) for o in (found, expected))
+    gradients = (torch.autograd.grad(o, inputs, direction) for o in (output, expected))
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
@@ -353,11 +353,11 @@ def test_the_engines_attention_has_the_same_sinks(is_causal: bool) -> None:
     def attend(**_: Any) -> Tensor:
         return attention_sinks.attend(query, key, value, scale=0.3, enable_gqa=True, **options)
 
-    found = attention_sinks._with_sinks(attend)(sinks=sinks)
+    output = attention_sinks._with_sinks(attend)(sinks=sinks)
     logits = 0.3 * query @ key.repeat_interleave(2, 1).transpose(2, 3)
     weights = logits.exp() * mask
     shares = weights / (weights.sum(-1, keepdim=True) + sinks.exp().view(1, 4, 1, 1))
-    torch.testing.assert_close(found, shares @ value.repeat_interleave(2, 1))
+    torch.testing.assert_close(output, shares @ value.repeat_interleave(2, 1))
     # A layer with sinks must not change the attention of layers without sinks.
     plain = attend()
     expected = (weights / weights.sum(-1, keepdim=True)) @ value.repeat_interleave(2, 1)
