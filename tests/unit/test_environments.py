@@ -80,9 +80,11 @@ class Engine:
         return [self.answer(request) for request in requests]
 
     def answer(self, request: GenerationRequest) -> Trajectory:
-        call = self.calls[request.problem_id] = self.calls.get(request.problem_id, 0) + 1
+        call = self.calls.get(request.problem_id, 0) + 1
+        self.calls[request.problem_id] = call
         self.asked.append(request)
-        text = self.texts[request.problem_id][(call - 1) % len(self.texts[request.problem_id])]
+        texts = self.texts[request.problem_id]
+        text = texts[(call - 1) % len(texts)]
         ids = [*self.tokenizer(text)["input_ids"], IM_END][: request.sampling.max_new_tokens]
         rows = len(request.prompt_ids) + len(ids) - 1
         columns: dict[str, Any] = {
@@ -90,9 +92,9 @@ class Engine:
             "weight_version": [call] * len(ids),
         }
         if "routed_experts" in request.columns:
-            whole = np.full((rows, 1, 2), [[call, 50]], np.uint8)
-            whole[: request.columns["routed_experts"].start] = 0
-            columns["routed_experts"] = whole
+            routing = np.full((rows, 1, 2), [[call, 50]], np.uint8)
+            routing[: request.columns["routed_experts"].start] = 0
+            columns["routed_experts"] = routing
         return Trajectory.of_response(
             request.prompt_ids,
             ids,
@@ -147,8 +149,8 @@ def play(
         def play_problem(request: GenerationRequest, ask: Any) -> Any:
             return episodes.play(job.problems[request.key[0]], request, ask)
 
-        limits = GenerationLimits(2)
-        results = await generate_many(engine, job.requests(), limits, play=play_problem)
+        two_at_a_time = GenerationLimits(2)
+        results = await generate_many(engine, job.requests(), two_at_a_time, play=play_problem)
         return job.trajectories(results)
 
     try:

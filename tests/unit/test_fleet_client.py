@@ -68,6 +68,7 @@ class Fleet:
         return self.client
 
     def find(self):
+        """Return the router's server and keys for the link; None without a router."""
         return None if self.router is None else (self.router.server, KEYS)
 
     async def close(self) -> None:

@@ -1,4 +1,5 @@
-"""A start at step 0 over what earlier starts left: refused, or set aside, never written over."""
+"""A start at step 0 in a folder with files of earlier starts: it is refused, or the files are set aside. No file is
+overwritten."""
 
 from __future__ import annotations
 

@@ -150,6 +150,7 @@ def test_servers_have_the_type_of_the_file() -> None:
 
 
 def test_a_server_that_would_leave_experts_unread_is_refused() -> None:
+    """SGLang's own loader does not read the experts of an update. Only ``launch_server`` places them directly."""
     shape = load_model_shape(PUBLISHED)
     with pytest.raises(EngineMismatchError, match="launch_server"):
         check_placement("http://h", shape, places_directly=False)
@@ -160,6 +161,7 @@ def test_a_server_that_would_leave_experts_unread_is_refused() -> None:
 
 @pytest.mark.parametrize(("backend", "is_refused"), [("trtllm_mha", True), ("fa3", False)])
 def test_sinks_have_the_type_of_the_model(backend: str, is_refused: bool) -> None:
+    """SGLang keeps sinks in float32 with the backend trtllm_mha. An update sends them in the model's type."""
     info = {
         "tp_size": 1,
         "ep_size": 1,
