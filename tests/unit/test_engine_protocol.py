@@ -330,8 +330,7 @@ def test_a_job_asks_only_for_what_is_missing():
 
 def test_tokens_of_an_interrupted_response_are_of_committed_versions():
     """The engine reports ``unverified-8`` for tokens that it samples after the transfer of version 8 and before the
-    commit. They count as version 8, which is committed right after.
-    """
+    commit. They count as version 8, which is committed right after."""
     requests = [unrouted_request()]
     spans = [
         {"version": "7", "start": 0, "end": 1},

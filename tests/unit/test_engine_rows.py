@@ -1,5 +1,4 @@
-"""The table of SGLang's tensors: names, sources, types and norms that hold 1 + weight. Each kind of row has a planted
-fault that the comparison of checksums must name."""
+"""SGLang's tensors as a table: names, sources, types and 1 + weight. Checksums find a fault in each kind of row."""
 
 from __future__ import annotations
 
@@ -115,9 +114,7 @@ def test_rows_of_each_kind_have_the_bytes_that_sglang_builds(shape: ModelShape) 
     assert not [name for name in got if any(part in name for part in absent)]
 
 
-# Each fault changes the engine's tensors and returns the name of the tensor that it changed.
-
-
+# Each of these faults changes one of the engine's tensors, and returns its name.
 def mixed_up_halves(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
     name = "model.layers.1.self_attn.fused_norms.weight"
     engine[name] = engine[name].roll(len(engine[name]) // 2)
@@ -170,8 +167,7 @@ def test_a_planted_fault_is_named(shape: ModelShape, plant) -> None:
 
 def test_an_update_with_the_rows_of_another_layer_is_named(shape: ModelShape) -> None:
     """The trainer computes the expected checksums from the stream that it sends. If two layers are exchanged in the
-    stream, only the checksums of the two tensors that this stream fills may differ.
-    """
+    stream, only the checksums of the two tensors that this stream fills may differ."""
     hf = random_weights(shape)
     swapped = dict(hf)
     for layer in (0, 1):

@@ -115,8 +115,7 @@ def test_a_server_that_fails_is_replaced(open_small):
 
 def test_a_stopped_scheduler_costs_the_hang_time_out_and_a_probe(open_small, monkeypatch):
     """The HTTP process of the server still answers. The server costs the run one hang timeout (1.0 s) and one health
-    check (0.3 s), not two control timeouts of 60 s.
-    """
+    check (0.3 s), not two control timeouts of 60 s."""
     monkeypatch.setattr(membership, "_ANSWER_S", 0.3)
     small = open_small()
     small.server.deaf |= {"/server_info", "/health_generate"}
@@ -153,8 +152,7 @@ class ParkedParts:
 
 def test_the_trainer_leaves_its_devices_to_wait_for_a_server(open_small):
     """The only server is lost while the weights are still on the devices for the next update. A new server needs the
-    devices, so the trainer parks the weights too.
-    """
+    devices, so the trainer parks the weights too."""
     trainer = ParkedParts()
     small = open_small(trainer=trainer, placement="colocated", start_timeout_s=30.0)
     session, [server] = small.session, small.record.servers()
@@ -234,9 +232,7 @@ def test_rank_0_keeps_the_record_where_a_launcher_started_the_ranks(tmp_path, mo
 
 def evaluate(small: Small, *, dies: bool = False) -> list[str]:
     """Return the texts of two responses that weight version 1 samples, while the trainer already has version 2.
-
-    ``dies``: whether the server dies during the generation.
-    """
+    ``dies``: whether the server dies during the generation."""
     session = small.session
     connections = session._connections
     connections._limits = replace(connections._limits, request_timeout_s=0.1)

@@ -66,8 +66,7 @@ class Engine:
     """An engine that answers the requests of a problem with the problem's ``texts``, one after the other.
 
     A response has the tokens of its text and an end of turn. In call c of a problem, each row of the routing has the
-    number c, and token i has the log-probability -i - c / 10. ``asked``: the requests so far.
-    """
+    number c, and token i has the log-probability -i - c / 10. ``asked``: the requests so far."""
 
     def __init__(self, texts: dict[int, list[str]]) -> None:
         self.tokenizer = tokenizer()
@@ -130,9 +129,7 @@ def play(
     **options: Any,
 ) -> tuple[list[Trajectory], Episodes]:
     """Play an episode of each of the problems 0, 1, ..., two at a time, with environments in one worker process.
-
-    ``environment``: a name of the table, or a class in PLANTED. Returns the trajectories and the Episodes.
-    """
+    ``environment``: a name of the table, or a class in PLANTED. Returns the trajectories and the Episodes."""
     name = environment if environment in ENVIRONMENTS else f"{PLANTED}:{environment}"
     spec = EnvironmentSpec(name, options, timeout_s, memory_gib, sampling=sampling or {})
     pool = EnvironmentPool(spec, workers=1)
@@ -161,10 +158,7 @@ def play(
 
 
 def tokens_between(engine: Engine, said: str) -> list[int]:
-    """Return the tokens that the template adds between two turns; the end of the first turn was sampled.
-
-    ``said``: the environment's answer.
-    """
+    """Return the tokens between two turns, without the sampled end of turn. ``said``: the environment's answer."""
     text = f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
     return engine.tokenizer(text)["input_ids"]
 
@@ -423,9 +417,7 @@ def play_greeting(
     said: str, texts: list[str], limits: EpisodeLimits = LIMITS, **options: Any
 ) -> Any:
     """Play an episode in which the environment says ``said`` before the first turn.
-
-    Returns the trajectory, the requests, the expected prompt of the first turn, and the Episodes.
-    """
+    Returns the trajectory, the requests, the expected prompt of the first turn, and the Episodes."""
     engine = Engine({0: texts})
     question = "<|im_start|>user\n3+5<|im_end|>\n"
     greeting = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
@@ -520,8 +512,7 @@ def test_what_follows_a_turn_depends_on_the_end_of_its_own_branch():
 
 def test_what_turns_earn_is_added_to_what_the_rewards_give_the_last_one():
     """The rewards by hand are 0.25 + 0.5 + 1 and 0.5 + 0. The two truncated episodes earn at most 0: min(0, 0.75) and
-    min(0, -0.25).
-    """
+    min(0, -0.25)."""
 
     def episode(rewards: tuple[float, ...], reason: FinishReason = "stop") -> Trajectory:
         return Trajectory.of_response([1], [2], turn_rewards=rewards, finish_reason=reason)
@@ -544,8 +535,7 @@ def turns_of(lengths: list[int], rewards: tuple[float, ...], **fields: Any) -> T
 
 def test_by_turn_each_token_has_what_its_turn_and_later_ones_earn():
     """The returns by hand are (1.75, 1.5), (0.5) and (0, 0.5 - 1.25). The third response is truncated, so it earns 0 in
-    all. The means are 0.75 for turn 1 and 1.25 / 3 for turn 2, where the second response counts with its only turn.
-    """
+    all. The means are 0.75 for turn 1 and 1.25 / 3 for turn 2, where the second response counts with its only turn."""
     batch = [
         turns_of([2, 1], (0.25, 0.5)),
         turns_of([1], (0.5,)),
@@ -570,8 +560,7 @@ def test_by_turn_each_token_has_what_its_turn_and_later_ones_earn():
 def test_turns_of_branches_are_paired_as_they_lie_and_not_by_time():
     """The first response sampled its second turn in a branch of its own, whose tokens stand third. This turn is
     compared with the third turn of the other response. The returns in the order of the tokens are (0.7, 0.4, 0.6) and
-    (0.3, 0.3, 0.1).
-    """
+    (0.3, 0.3, 0.1)."""
     branched = turns_of([1, 1, 1], (0.1, 0.4, 0.2), turn_times=(0, 2, 1))
     straight = turns_of([1, 1, 1], (0.0, 0.2, 0.1))
     settings = AlgorithmConfig()

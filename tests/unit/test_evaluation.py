@@ -56,8 +56,7 @@ def response(problem: Problem, sample: int, text: str, version: int = 0, **how: 
 class Engine(RecordedStarts):
     """An engine with weight version ``version`` that answers each request with the number of its sample.
 
-    The last response arrives only after the scorer has released ``scored`` for each of the others.
-    """
+    The last response arrives only after the scorer has released ``scored`` for each of the others."""
 
     version = 0
 
@@ -71,9 +70,7 @@ class Engine(RecordedStarts):
         generation.version = self.version
         return generation
 
-    def finish(
-        self, generation: Any, trainer_version: int | None, *, mixes: bool
-    ) -> list[Trajectory]:
+    def finish(self, generation: Any, trainer_version: Any, *, mixes: bool) -> list[Trajectory]:
         assert not mixes
         assert trainer_version == generation.version
         job = generation.job
@@ -111,9 +108,7 @@ def settings(folder: Path, **evaluation: Any) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
-def evaluator_settings(
-    config: TrainConfig,
-) -> tuple[EvaluationConfig, GenerationJob, AlgorithmConfig]:
+def evaluator_args(config: TrainConfig) -> tuple[EvaluationConfig, GenerationJob, AlgorithmConfig]:
     """Return the settings of an Evaluator: the evaluation, the template of its jobs, and the algorithm."""
     sampling = SamplingParams(config.rollout.max_response_tokens)
     seeds = SamplingSeeds(config.run.seed, "", ()) if config.engine.deterministic else None
@@ -135,7 +130,7 @@ def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_
     engine: Any = Engine(scorer.scored)
     sets = {name: [Problem(i, "p", "0", (7,)) for i in range(3)] for name in ("one", "two")}
     maker = sample_maker([*sets["one"], *sets["two"]])
-    evaluator = Evaluator(sets, *evaluator_settings(config), TOPOLOGY, engine, scorer, maker)
+    evaluator = Evaluator(sets, *evaluator_args(config), TOPOLOGY, engine, scorer, maker)
     for step in (1, 2):
         engine.version = step
         evaluator.finish(evaluator.begin(step), step)
@@ -152,7 +147,7 @@ def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None
         Problem(1, "p", "3", (9,)),
         Problem(2, "p", "5", (9,)),
     ]
-    evaluation, template, algorithm = evaluator_settings(settings(tmp_path, top_p=0.5))
+    evaluation, template, algorithm = evaluator_args(settings(tmp_path, top_p=0.5))
     # A length penalty changes only training rewards, so the accuracy must be without it.
     with_penalty = algorithm.model_copy(update={"length_penalty": 7.0, "overlong_tokens": 3})
     evaluator = Evaluator(
@@ -182,7 +177,7 @@ def test_an_evaluation_has_its_own_limit_or_the_rollouts(
     engine: Any = Engine(scorer.scored)
     sets = {"test": [PROBLEM]}
     evaluator = Evaluator(
-        sets, *evaluator_settings(config), TOPOLOGY, engine, scorer, sample_maker([PROBLEM])
+        sets, *evaluator_args(config), TOPOLOGY, engine, scorer, sample_maker([PROBLEM])
     )
     evaluator.begin(0)
     assert [job.sampling.max_new_tokens for job in engine.jobs] == [expected]
@@ -201,9 +196,7 @@ class ReadyEngine(RecordedStarts):
             generation.on_response((0, sample), answer)
         return generation
 
-    def finish(
-        self, generation: Any, trainer_version: int | None, *, mixes: bool
-    ) -> list[Trajectory]:
+    def finish(self, generation: Any, trainer_version: Any, *, mixes: bool) -> list[Trajectory]:
         self.trainer_version = trainer_version
         return self.responses
 
@@ -240,7 +233,7 @@ def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
     unanswerable = replace(PROBLEM, answer="one")
     engine: Any = ReadyEngine([response(unanswerable, s, "1") for s in range(4)])
     evaluator = Evaluator(
-        {"test": [unanswerable]}, *evaluator_settings(settings(tmp_path)), TOPOLOGY, engine, scorer,
+        {"test": [unanswerable]}, *evaluator_args(settings(tmp_path)), TOPOLOGY, engine, scorer,
         sample_maker([unanswerable]),
     )  # fmt: skip
     evaluation = evaluator.begin(0)
@@ -264,9 +257,7 @@ class WordEngine(RecordedStarts):
                 generation.on_response((0, sample), generation.done[0, sample])
         return generation
 
-    def finish(
-        self, generation: Any, trainer_version: int | None, *, mixes: bool
-    ) -> list[Trajectory]:
+    def finish(self, generation: Any, trainer_version: Any, *, mixes: bool) -> list[Trajectory]:
         assert (trainer_version, mixes, generation.order) == (3, False, 7)
         return [generation.done[0, sample] for sample in range(3)]
 
@@ -315,8 +306,7 @@ def test_a_run_ends_where_replacements_have_no_reward_either(tmp_path: Path) -> 
 class LosingEngine(WordEngine):
     """An engine that loses its weights while it samples a replacement.
 
-    ``under_way``: the generations that were neither finished nor dropped.
-    """
+    ``under_way``: the generations that were neither finished nor dropped."""
 
     def __init__(self) -> None:
         super().__init__(["bad", "a", "b", "c"])
@@ -326,9 +316,7 @@ class LosingEngine(WordEngine):
         self.under_way.append(super().start(*arguments, **done))
         return self.under_way[-1]
 
-    def finish(
-        self, generation: Any, trainer_version: int | None, *, mixes: bool
-    ) -> list[Trajectory]:
+    def finish(self, generation: Any, trainer_version: Any, *, mixes: bool) -> list[Trajectory]:
         if len(self.jobs) > 1:
             raise WeightsLostError("killed")
         self.under_way.remove(generation)
@@ -345,7 +333,7 @@ def test_an_evaluation_that_is_lost_with_a_replacement_leaves_nothing_under_way(
     engine: Any = LosingEngine()
     with Scorer(RewardConfig(name=name, attempts=1, workers=1, max_replacements=1)) as scorer:
         evaluator = Evaluator(
-            {"test": [PROBLEM]}, *evaluator_settings(settings(tmp_path, samples_per_prompt=3)), TOPOLOGY,
+            {"test": [PROBLEM]}, *evaluator_args(settings(tmp_path, samples_per_prompt=3)), TOPOLOGY,
             engine, scorer, sample_maker([PROBLEM]),
         )  # fmt: skip
         with pytest.raises(WeightsLostError):
@@ -384,8 +372,7 @@ class LoggingEngine(RecordedStarts):
     """An engine that records its calls in ``log``.
 
     ``version``: the version of its weights. ``right``: how many of 4 responses to problem 0 are correct. ``lost``:
-    whether ``finish`` finds that the engine has lost the weights.
-    """
+    whether ``finish`` finds that the engine has lost the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +416,7 @@ class Run:
         info = RunInfo.of_config(config.model_dump())
         self.recorder = Recorder(config.run, info, 0, 0, evaluates=True)
         evaluator = Evaluator(
-            {"sums": [PROBLEM]}, *evaluator_settings(config), TOPOLOGY, engine,
+            {"sums": [PROBLEM]}, *evaluator_args(config), TOPOLOGY, engine,
             Scorer(EXACT), sample_maker([PROBLEM]),
         )  # fmt: skip
         self.evaluations = Evaluations(
@@ -453,8 +440,7 @@ class Run:
 
 def test_an_evaluation_goes_on_while_the_next_batch_is_trained_on(tmp_path: Path) -> None:
     """Version v answers v - 1 of 4 responses correctly. The row of step v gets this accuracy, although it is known only
-    when a later step is trained.
-    """
+    when a later step is trained."""
     run = Run(tmp_path, background=True)
     for step in (1, 2):
         run.step(step)
@@ -514,7 +500,7 @@ def test_weights_that_nobody_has_any_more_are_not_evaluated_but_the_next_ones(
 def test_a_token_of_other_weights_is_refused(tmp_path: Path) -> None:
     engine: Any = ReadyEngine([response(PROBLEM, s, "1", version=s // 3) for s in range(4)])
     evaluator = Evaluator(
-        {"test": [PROBLEM]}, *evaluator_settings(settings(tmp_path)), TOPOLOGY, engine,
+        {"test": [PROBLEM]}, *evaluator_args(settings(tmp_path)), TOPOLOGY, engine,
         Scorer(EXACT), sample_maker([PROBLEM]),
     )  # fmt: skip
     evaluation = evaluator.begin(0)

@@ -159,9 +159,7 @@ def test_a_share_has_an_aligned_span_for_each_part():
 
 def test_one_rank_of_a_host_receives_for_its_replica_there():
     """Ranks 2 and 3 are of one replica and share the memory of host "b", so rank 2 receives for both.
-
-    If host "b" has no room for the parts, each of these ranks receives for itself.
-    """
+    If host "b" has no room for the parts, each of these ranks receives for itself."""
     # Replica, stage, host and free bytes of each rank.
     rows = [[0, 0, "a", 100], [1, 0, "a", 100], [0, 1, "b", 60], [0, 1, "b", 50], [1, 1, "b", 90]]
     groups = host_groups(rows)

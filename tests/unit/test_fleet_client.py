@@ -48,8 +48,7 @@ class Fleet:
     """Servers, an optional router, and a client that uses them.
 
     ``registers``: whether the client registers the servers with the router. ``lost``: the servers that the client
-    reported as lost.
-    """
+    reported as lost."""
 
     servers: list[SmallServer]
     router: SmallRouter | None = None
@@ -203,8 +202,7 @@ def test_a_hung_servers_calls_are_broken_off_and_asked_elsewhere(runner):
 
 def test_a_hung_server_that_is_killed_fails_just_its_own_calls(runner):
     """The supervisor kills a server that was reported as lost. The router then answers 500 to the calls that it had
-    sent to this server.
-    """
+    sent to this server."""
     fleet = Fleet(two_servers(), SmallRouter())
 
     async def stop_one_and_replace(client: CountingClient) -> None:
@@ -374,8 +372,7 @@ def test_members_change_between_generations(runner):
 
 def test_a_server_that_nobody_warmed_up_has_longer_for_its_first_answer(runner):
     """Before its first answer a server may compile kernels. So a server without an answer counts as lost only after
-    ``first_answer_s``, and later after the hang timeout.
-    """
+    ``first_answer_s``, and later after the hang timeout."""
 
     async def lost_after(client: EngineClient) -> float:
         begin = time.monotonic()
@@ -447,8 +444,7 @@ def test_calls_over_a_failed_update_are_made_again(runner):
 @ROUTED
 def test_an_answer_with_tokens_of_a_failed_update_is_asked_for_again(runner, routed):
     """A response continues while the canary scores the servers, so some of its tokens are of the unverified version.
-    Then its server fails, and the other servers commit the version.
-    """
+    Then its server fails, and the other servers commit the version."""
     sound, failing = SmallServer("engine0"), SmallServer("engine1", delay_s=0.3)
     failing.versions = {1: "unverified-2"}
     fleet = Fleet([sound, failing], SmallRouter() if routed else None)

@@ -33,8 +33,7 @@ def test_a_server_is_attached_listed_and_detached(tmp_path, capsys):
 
 def test_add_says_what_the_trainer_finds(tmp_path, capsys):
     """``add`` waits for the trainer's examination: the trainer has the keys, and it is the trainer that must reach the
-    server.
-    """
+    server."""
     record = FleetRecord(tmp_path)
     record.publish_status(None, {})
 

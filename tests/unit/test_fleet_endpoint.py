@@ -308,8 +308,7 @@ def test_the_command_needs_no_fresh_view_of_the_folder(
     record: FleetRecord, endpoint: FleetEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On another host the run's folder may look as it did at the start of the run. Here ``stale`` is such a view, which
-    has only the file ``endpoint.json``.
-    """
+    has only the file ``endpoint.json``."""
     record.publish(HERE)
     record.publish_status(4, {"engine0": "serves"})
     stale = tmp_path / "stale"

@@ -300,8 +300,7 @@ class HandClock(asyncio.SelectorEventLoop):
 
 def test_time_limits_stand_still_with_the_servers():
     """Three calls have limits of 10 s. ``begun`` is in flight when the servers pause. ``held`` begins during the pause,
-    so all of its 10 s lie after the pause. The limit of ``late`` runs out just before the pause.
-    """
+    so all of its 10 s lie after the pause. The limit of ``late`` runs out just before the pause."""
     loop = HandClock()
     over: list[str] = []
 

@@ -1,7 +1,5 @@
-"""The frequency canary finds a sampler that draws from another distribution than trainer and engine both report.
-
-Healthy and faulty runs are simulated in float64.
-"""
+"""The frequency canary finds a sampler that does not draw from the distribution that trainer and engine both report.
+Healthy and faulty runs are simulated in float64."""
 
 from __future__ import annotations
 
@@ -42,11 +40,8 @@ def sums_of(
     top_p: float = 1.0,
     noise: float = 0.0,
 ) -> dict[str, float]:
-    """Return the metric sums of tokens that are drawn at the temperature ``sampled`` and with ``top_p``.
-
-    Engine and trainer both compute their log-probabilities at the temperature ``reported``. ``noise``: the standard
-    deviation of the difference between their logits.
-    """
+    """Return the metric sums of tokens that are drawn at the temperature ``sampled``. Engine and trainer both compute
+    log-probabilities at the temperature ``reported``, from logits that differ by ``noise``."""
     p = np.exp(log_softmax(logits / sampled))
     if top_p < 1:
         order = np.argsort(-p, axis=1)
@@ -89,8 +84,7 @@ def test_a_thousand_healthy_steps_raise_no_alarm(noise):
 
 def test_the_martingale_has_a_mean_of_at_most_1():
     """The evidence of a healthy run is a supermartingale that begins at 1, so its mean is at most 1. After one step the
-    values of different runs still vary, so this mean can be measured.
-    """
+    values of different runs still vary, so this mean can be measured."""
     rng = np.random.default_rng(0)
     final = []
     for _ in range(300):
@@ -101,9 +95,9 @@ def test_the_martingale_has_a_mean_of_at_most_1():
     assert np.mean(final) < 1 + 3 * np.std(final) / math.sqrt(len(final))
 
 
-def check_all(canary: FrequencyCanary, steps: list[dict[str, float]]) -> None:
-    for sums in steps:
-        canary.check(sums)
+def check_steps(canary: FrequencyCanary, rng: np.random.Generator, **fault: float) -> None:
+    for _ in range(40):
+        canary.check(sums_of(rng, draw_logits(rng), **fault))
 
 
 @pytest.mark.parametrize(
@@ -119,9 +113,8 @@ def check_all(canary: FrequencyCanary, steps: list[dict[str, float]]) -> None:
 def test_a_sampler_that_draws_otherwise_is_found(fault, side):
     """Trainer and engine compute equal or nearly equal log-probabilities, so |pi - mu| does not show the fault."""
     rng, canary = np.random.default_rng(0), make_canary()
-    steps = [sums_of(rng, draw_logits(rng), **fault) for _ in range(40)]
     with pytest.raises(FrequencyError) as caught:
-        check_all(canary, steps)
+        check_steps(canary, rng, **fault)
     assert f"nats {side} surprising" in str(caught.value)
     assert "was not trained on" in str(caught.value)
 
@@ -138,8 +131,7 @@ def by_hand(p: float, tokens: int) -> dict[str, float]:
 
 def test_the_sums_by_hand():
     """Three tokens have -log mu = 2 log 2 and an entropy of log 2. pi is mu, so only the allowance of the cut, 2e-4, is
-    subtracted.
-    """
+    subtracted."""
     high, low = math.log(2) - 2e-4, -math.log(2) - 2e-4
     sums = by_hand(0.25, 3)
     expected = (3 * high, 3 * high**2, 3 * low, 3 * low**2)
@@ -192,8 +184,7 @@ def test_a_replayed_batch_is_only_warned_of(caplog):
 
 def test_far_apart_nothing_is_proved_and_no_run_is_stopped(caplog):
     """One of the two ids has mu = 0.001 and pi = 100 mu. For its tokens the gap explains 230 nats, but the cut counts
-    only 20 of them, so a healthy run of other weights looks wrong.
-    """
+    only 20 of them, so a healthy run of other weights looks wrong."""
     mu = np.array([0.001, 0.999])
     pi = np.array([0.1, 0.9])
     rng = np.random.default_rng(0)

@@ -83,8 +83,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_was_written_may_begin_anew
     tmp_path, recorded
 ):
     """By the present ``checkpoint.every`` there should be checkpoints, but the value of the earlier start may have been
-    larger.
-    """
+    larger."""
     check_fresh_start(config(tmp_path).run, [], History(recorded, None))
     with pytest.raises(ResumeError, match=mentioning("run.resume", "required")):
         check_fresh_start(config(tmp_path, "required").run, [], History(recorded, None))
