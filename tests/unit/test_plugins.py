@@ -18,7 +18,7 @@ from tests.ranks import ROOT
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
-    """Variables under which the package in ``examples/plugin`` is installed."""
+    """Install the package in ``examples/plugin``, and return the environment variables with which Python finds it."""
     folder = tmp_path_factory.mktemp("plugin")
     source = shutil.copytree(ROOT / "examples" / "plugin", folder / "source")
     installed = folder / "installed"

@@ -132,7 +132,7 @@ def test_an_asynchronous_reward_whose_process_ends_is_no_reward_of_0():
 
 
 def test_a_synchronous_reward_may_say_that_a_service_is_to_blame(monkeypatch):
-    """With on_timeout = "unavailable", a call that takes too long or ends its process is unavailable and scores no 0.
+    """With on_timeout = "unavailable", a call that takes too long or ends its process is unavailable instead of 0.
     In a batch this is so only for the response at fault.
     """
     monkeypatch.setattr(verifiers, "BACK_OFF_S", 0.001)

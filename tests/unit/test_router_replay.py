@@ -185,7 +185,7 @@ def test_each_micro_batch_replays_its_own_in_both_passes_and_is_compared_once() 
     assert choices == by_layer
     assert run_routers(replay, part, 1, 4)[0] == by_layer[::-1]
     assert run_routers(replay, part, 2, 4)[0] == [[[3, 2]] * 4] * 2
-    # Each of 2 x 3 x 2 recorded choices is compared; none is the natural (3, 2).
+    # Each of 2 x 3 x 2 recorded choices is compared. None is (3, 2), the router's own choice.
     assert replay.agreement().values() == {"r3/agreement": 0, "r3/compared": 12}
     # The backward pass of the first micro-batch recomputes its routing after the other forward passes.
     recomputed: list[Any] = []

@@ -116,7 +116,7 @@ def test_rows_between_two_turns_hold():
 
 
 def test_a_token_of_qwen3_30b_a3b_takes_384_bytes():
-    """48 layers, 8 of 128 experts a token."""
+    """In each of 48 layers, a token has 8 of 128 experts, with one byte each."""
     shape = ModelShape(
         family="qwen3_moe", num_layers=48, hidden_size=2048, num_attention_heads=32,
         num_query_groups=4, head_dim=128, ffn_hidden_size=6144, vocab_size=151936,

@@ -140,7 +140,7 @@ def test_tensors_that_ended_ranks_shared_are_removed(
 def test_what_another_user_planted_under_this_ones_name_stays(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """getuid is patched: this process takes itself for a user who does not own its files."""
+    """getuid is patched, so that this process's files belong to another user."""
     user, namespace, pid = private_name().split("-")[1:4]
     planted = temporary / f"mdppo-{int(user) + 1}-{namespace}-{pid}-1-abc"
     planted.mkdir()

@@ -95,7 +95,7 @@ class SupervisedSmallServer:
 
 @pytest.fixture
 def supervise(tmp_path: Path) -> Iterator[Callable[[int], SupervisedSmallServer]]:
-    """A function that starts a supervised server, which may be restarted so many times."""
+    """A function that starts a supervised server. Its argument is the limit of restarts."""
     all_engines: list[SupervisedSmallServer] = []
 
     def start_one(limit: int) -> SupervisedSmallServer:

@@ -1,5 +1,4 @@
-"""Devices that trainer and servers share: in which order both release and restore their parts, as the tests' trainer
-and engines note it."""
+"""Devices that trainer and servers share: the order in which both release and restore their parts."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def test_attention_costs_the_widths_of_queries_and_of_values() -> None:
 
 
 def engine_tensors(name: str) -> dict[str, EngineParameter]:
-    """SGLang's tensors of layer 3 of a model, without experts, by their names in the layer."""
+    """Return SGLang's tensors of layer 3 of a model, without experts, by their names in the layer."""
     shape = replace(load_model_shape(CONFIGS / name), num_layers=4, num_experts=8)
     prefix = "model.layers.3."
     tensors = engine_parameters(shape, EngineLayout(1), 0)
