@@ -477,7 +477,7 @@ def test_a_token_too_rare_to_change_the_sum_still_has_entropy():
 
 
 def test_eager_sums_over_a_row_are_taken_in_float64():
-    """In float32, 1 + e^-20 is 1, so its logarithm would be 0, and -e^-1 - 20 e^-20 would lose half of its last term."""
+    """In float32, 1 + e^-20 is 1, so its logarithm would be 0, and -e^-1 - 20 e^-20 would lose half its last term."""
     for z in ([0.0, -20.0], [0.0, -1.0, -20.0]):
         no_ids = torch.full((1, 1), -1)
         lse, plogp, *_ = BACKENDS["eager"].forward(torch.tensor([z]), len(z), 1.0, no_ids, True)
