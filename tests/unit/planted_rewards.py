@@ -24,7 +24,7 @@ from megatron_dppo.rewards import RewardInput, RewardResult, RewardUnavailableEr
 
 
 def even_length(response: str, answer: str) -> float:
-    """1 where the response's number of characters is even: a random policy earns it every other time."""
+    """Return 1 if the response has an even number of characters, which a random policy earns every other time."""
     return float(len(response) % 2 == 0)
 
 

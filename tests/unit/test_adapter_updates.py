@@ -67,7 +67,7 @@ class LoraEngine(Engine):
         adapters = [{"id": name, "parent": "base"} for name in self.adapters]
         return {"data": [{"id": "base", "parent": None}, *adapters]}
 
-    async def _move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _call_on_weights(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         name = body["lora_name"]
         if path == "/unload_lora_adapter":
             self.step(f"unload {name}")
@@ -112,6 +112,7 @@ def test_the_first_update_compares_the_frozen_model_too(
         *("idle", "unverified-1", "unload left", "hash", "hash", "load", "flush", "checksums"),
         *("resume", "score", "1", "resume"),
     ]
+    # The adapters, and the three tensors of the frozen model.
     assert (first.verified, first.tensors) == (True, len(DIMS) + 3)
     engine.calls, source.value = [], 2.0
     second = updates.update(2)
@@ -120,6 +121,7 @@ def test_the_first_update_compares_the_frozen_model_too(
         "unload policy-1",
     ]
     assert (second.verified, second.tensors) == (True, len(DIMS))
+    # The source reports 5 gathered bytes, and a lower bound of 9.
     assert (second.bytes, second.bytes_moved, second.bytes_bound) == (SIZE, SIZE + 5, SIZE + 9)
     assert engine.scored == ["policy-1", "policy-2"]
     assert list(engine.adapters) == ["policy-2"]

@@ -50,8 +50,8 @@ LAYOUTS = {
 DELTA_NETS = ("qwen3-next-80b-a3b-instruct", "qwen3.5-35b-a3b")
 
 
-def small(name):
-    """The published model ``name`` with four layers, a few experts and small widths."""
+def small_model(name):
+    """Return the shape of the published model ``name`` with four layers, a few experts and small widths."""
     shape = load_model_shape(EXAMPLES / name)
     delta = replace(shape.delta, key_heads=4, value_heads=8, key_size=8, value_size=16)
     return replace(
@@ -160,7 +160,7 @@ def test_rows_of_a_rank_are_neighbours_except_those_of_a_delta_nets_queries_keys
         },
     }  # fmt: skip
     for name, ranges_by_matrix in expected.items():
-        shape = small(name)
+        shape = small_model(name)
         parts = {}
         for linear in adapted_linears(adapters(shape), shape, Layout.smallest(tensor=2), 1):
             parts |= {part.name: part for part in linear.parts}
@@ -177,7 +177,7 @@ def test_primary_parts_tile_every_tensor_once(moe, layout, share):
 @pytest.mark.parametrize("name", DELTA_NETS)
 @pytest.mark.parametrize("layout", ["single", "TP2 ETP2", "TP2 EP2", "PP2 VPP2 EP2"])
 def test_primary_parts_tile_the_tensors_of_delta_nets(name, layout):
-    check_tiling(small(name), LAYOUTS[layout])
+    check_tiling(small_model(name), LAYOUTS[layout])
 
 
 def check_tiling(shape, layout, *, share=False):
@@ -201,7 +201,7 @@ def check_tiling(shape, layout, *, share=False):
 def test_merged_parts_are_the_parts_of_the_merged_matrix(name, ranks):
     """Compare each rank's B A, in the rows of its fused linear, with the part of the whole B A that the family's table
     gives to the rank."""
-    shape = small(name)
+    shape = small_model(name)
     model_adapters, layout = adapters(shape), Layout.smallest(tensor=ranks)
     tensors = adapter_tensors(model_adapters, shape)
     torch.manual_seed(0)

@@ -97,10 +97,10 @@ def test_a_session_is_an_exact_trajectory():
     turns = len(engine.ids("4 and")) + 1, len(engine.ids("5")) + 1
     assert t.columns["weight_version"].tolist() == [1] * turns[0] + [2] * turns[1]
     assert (t.turn_rewards, t.wants_score, t.finish_reason) == ((0.0, 0.5), False, "stop")
-    # The second call asked for 9 tokens; the run for 16.
+    # The run's limit is 16 tokens, and the second call asks for 9.
     assert [r.sampling.max_new_tokens for r in engine.asked] == [16, 9]
     assert not episodes.faults
-    # The prompt is the agent's, not the data's. Only a run whose environment makes prompts may have such a one.
+    # The prompt is the agent's, not the data's. Only a run whose environment makes prompts may have such a prompt.
     origin = Origin({}, "", 1, {0: PROBLEM})
     assert not origin.has_prompt(t)
     assert replace(origin, makes_prompts=makes_prompts("agent")).has_prompt(t)
@@ -118,7 +118,7 @@ def test_tools_are_the_templates_and_their_calls_openais():
     tokens, mask = tokens_and_mask(engine, *pieces)
     assert t.token_ids.tolist() == tokens
     assert t.loss_mask.tolist() == mask
-    # The run's rewards score what it returned.
+    # The run's rewards score the text that the agent returned.
     assert (t.text, t.wants_score, t.turn_rewards) == ("= 8", True, (0.0, 0.0))
 
 
@@ -129,7 +129,7 @@ def test_an_edited_history_is_a_branch_in_which_nothing_is_trained_again():
     t, episodes = play(engine := ChatEngine(*texts), "shortening", turn_tokens=40)
     sure = "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
     shorter = "<|im_start|>system\nso far<|im_end|>\n<|im_start|>assistant\n4 and<|im_end|>\n"
-    first = (
+    first_pieces = (
         (BEGIN, False),
         ("4 and", True),
         (sure, False),
@@ -137,9 +137,9 @@ def test_an_edited_history_is_a_branch_in_which_nothing_is_trained_again():
         (sure, False),
         ("8 and", True),
     )
-    second = (shorter + sure[1:], False), ("6 is", True), (sure, False), ("7", True)
+    second_pieces = (shorter + sure[1:], False), ("6 is", True), (sure, False), ("7", True)
     assert not episodes.faults
-    for branch, pieces in zip(t.branches, (first, second), strict=True):
+    for branch, pieces in zip(t.branches, (first_pieces, second_pieces), strict=True):
         tokens, mask = tokens_and_mask(engine, *pieces)
         assert branch.token_ids.tolist() == tokens
         assert branch.loss_mask.tolist() == mask
@@ -172,10 +172,13 @@ def test_the_tokens_of_all_branches_are_bounded_together():
     t, _ = play(engine, "shortening", turn_tokens=40)
     lengths = t.branch_lengths
     turn_length = len(engine.ids("5")) + 1
-    third_prompt = len(engine.asked[2].prompt_ids)
-    first_branch = len(engine.asked[1].prompt_ids) + turn_length
-    assert lengths[0] > first_branch
-    for tokens, turns in ((first_branch + third_prompt, 2), (first_branch + third_prompt + 1, 3)):
+    third_prompt_length = len(engine.asked[2].prompt_ids)
+    first_branch_length = len(engine.asked[1].prompt_ids) + turn_length
+    assert lengths[0] > first_branch_length
+    for tokens, turns in (
+        (first_branch_length + third_prompt_length, 2),
+        (first_branch_length + third_prompt_length + 1, 3),
+    ):
         limits, engine = replace(LIMITS, tokens=tokens), ChatEngine("4 and", "5")
         t, _ = play(engine, "shortening", limits=limits, turn_tokens=40)
         assert (t.turns, t.finish_reason) == (turns, "length")
@@ -343,7 +346,7 @@ fetch(url, {method: "POST", headers, body: JSON.stringify(body)}).then(answer =>
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_a_command_may_be_of_node(tmp_path):
-    """Node's ``fetch`` reserves 10 GiB of address space."""
+    """Node's ``fetch`` reserves 10 GiB of address space, more than a worker may have."""
     (tmp_path / "agent.js").write_text(NODE_AGENT)
     t, episodes = play(ChatEngine("4"), f"node {tmp_path / 'agent.js'}")
     assert (t.finish_reason, t.turn_rewards) == ("stop", (0.25,)), episodes.faults
@@ -368,20 +371,19 @@ def test_a_framework_needs_no_more_than_openais_variables():
 
 
 def test_the_last_line_of_a_command_may_be_its_result():
-    outputs = (
-        '{"reward": 1}',
-        'x\n{"reward": 0.5, "a": 1}',
-        '{"answer": "8"}',
-        "8",
-        "{",
-        "[8]",
-        "{}",
-        '{"answer": 8}',
-        "[" * 100_000,
-    )
-    assert [result_of(output) for output in outputs] == [
-        *(1, 0.5, "8", None, None, None, None, "8", None)
-    ]
+    results = {
+        '{"reward": 1}': 1,
+        'x\n{"reward": 0.5, "a": 1}': 0.5,
+        '{"answer": "8"}': "8",
+        "8": None,
+        "{": None,
+        "[8]": None,
+        "{}": None,
+        '{"answer": 8}': "8",
+        "[" * 100_000: None,
+    }
+    for output, result in results.items():
+        assert result_of(output) == result
     for output, message in (
         ('{"reward": "0.5"}', 'reward: got "0.5", expected a number'),
         ('{"reward": true}', "reward: got true, expected a number"),

@@ -220,7 +220,7 @@ def test_a_call_has_an_engine_abort_its_own_side(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_nccl_groups_alone_are_watched(monkeypatch, backend):
-    """Peers free a rank in a gloo group, but not after it has aborted its own side."""
+    """The trainer's abort wakes a rank of a gloo group, but not a rank that has aborted its own side."""
     started: list[str] = []
     limits: list[timedelta] = []
     monkeypatch.setattr(GroupWatch, "start", lambda watch: started.append(watch._name))

@@ -141,7 +141,7 @@ def test_altered_bytes_of_the_same_size_are_found(tmp_path: Path) -> None:
 
 
 def die_at(call: int) -> None:
-    """Let this process be killed at its ``call``-th change of the disk; a deletion is half done then."""
+    """Make this process kill itself at its ``call``-th change of the disk; a deletion is half done by then."""
     count = 0
 
     def count_calls(

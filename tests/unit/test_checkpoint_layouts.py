@@ -38,7 +38,7 @@ def tensors_of(folder: Path) -> Tensors:
 
 
 def fuse(tensors: Tensors) -> None:
-    """Fuse the experts of a layer as transformers 5 does: gates before ups."""
+    """Fuse the experts of each layer as transformers 5 does: gates before ups."""
     for layer in range(2):
         prefix = f"model.layers.{layer}.mlp.experts."
         pairs = [
@@ -51,7 +51,7 @@ def fuse(tensors: Tensors) -> None:
 
 
 def quantize(tensors: Tensors) -> None:
-    """Make the weights 8-bit, in blocks of ``BLOCK`` x ``BLOCK`` with a scale each."""
+    """Quantize the weights to 8 bits in blocks of ``BLOCK`` x ``BLOCK``, each with its own scale."""
     generator = torch.Generator().manual_seed(0)
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         rows, columns = tensors[name].shape

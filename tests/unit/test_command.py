@@ -29,7 +29,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def imported_by(statement: str, names: Sequence[str]) -> tuple[list[str], str]:
-    """Return which of ``names`` a fresh interpreter has imported after ``statement``, and its output before."""
+    """Return which of ``names`` a fresh interpreter has imported after ``statement``, and the statement's output."""
     code = f"import sys; {statement}; print(*(n for n in {tuple(names)!r} if n in sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
