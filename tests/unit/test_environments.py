@@ -211,12 +211,12 @@ def test_versions_log_probabilities_and_routing_are_those_of_the_call_that_sampl
 
 
 def test_a_recording_that_was_lost_in_between_is_dropped():
-    class Losing(Engine):
+    class LosingEngine(Engine):
         def answer(self, request: GenerationRequest) -> Trajectory:
             answer = super().answer(request)
             return answer.without("routed_experts") if self.calls[0] == 2 else answer
 
-    (t,), _ = play(Losing({0: ["4", "5", "6"]}))
+    (t,), _ = play(LosingEngine({0: ["4", "5", "6"]}))
     # After the lost recording there were no rows, so the third request asked for all of them.
     versions = t.columns["routing_version"]
     assert versions.tolist() == [3] * t.sampled
@@ -241,10 +241,11 @@ def test_an_episode_that_uses_up_its_turns_or_tokens_is_truncated(limits, turns)
 
 
 def test_the_last_turn_gets_the_tokens_that_are_left():
+    unlimited_engine = Engine({0: ["4", "5"]})
+    play(unlimited_engine)
+    tokens = len(unlimited_engine.asked[1].prompt_ids) + 1
     engine = Engine({0: ["4", "5"]})
-    _, _ = play(engine)
-    tokens = len(engine.asked[1].prompt_ids) + 1
-    (t,), _ = play(engine := Engine({0: ["4", "5"]}), limits=replace(LIMITS, tokens=tokens))
+    (t,), _ = play(engine, limits=replace(LIMITS, tokens=tokens))
     assert [r.sampling.max_new_tokens for r in engine.asked] == [16, 1]
     assert (t.length, t.finish_reason, t.turns) == (tokens, "length", 2)
 

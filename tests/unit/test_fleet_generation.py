@@ -238,11 +238,11 @@ def test_nothing_to_ask_is_no_error():
 
 def test_a_free_slot_goes_to_the_generation_that_is_needed_first():
     """Of the calls that wait for the only slot, the call with the lowest order gets it first, although it came last."""
-    got: list[int] = []
+    served_orders: list[int] = []
 
     async def take(slots: Slots, order: int) -> None:
         async with slots.taken(order):
-            got.append(order)
+            served_orders.append(order)
             await asyncio.sleep(0)
 
     async def work() -> None:
@@ -255,10 +255,10 @@ def test_a_free_slot_goes_to_the_generation_that_is_needed_first():
             await asyncio.sleep(0)
         await asyncio.gather(*waiting, return_exceptions=True)
         async with slots.taken(0):
-            got.append(0)
+            served_orders.append(0)
 
     asyncio.run(work())
-    assert got == [1, 3, 3, 0]
+    assert served_orders == [1, 3, 3, 0]
 
 
 def test_slots_are_busy_while_one_is_taken_and_servers_do_not_stand_still(monkeypatch):
@@ -302,14 +302,14 @@ def test_time_limits_stand_still_with_the_servers():
     """Three calls have limits of 10 s. ``begun`` is in flight when the servers pause. ``held`` begins during the pause,
     so all of its 10 s lie after the pause. The limit of ``late`` runs out just before the pause."""
     loop = HandClock()
-    over: list[str] = []
+    timed_out_calls: list[str] = []
 
     async def call(slots: Slots, name: str) -> None:
         try:
             async with slots.limited(10):
                 await asyncio.get_running_loop().create_future()
         except TimeoutError:
-            over.append(name)
+            timed_out_calls.append(name)
 
     async def work() -> None:
         slots = Slots(1)
@@ -325,17 +325,17 @@ def test_time_limits_stand_still_with_the_servers():
         slots.hold(True)  # after a failed update the next one holds again
         held = asyncio.create_task(call(slots, "held"))
         await loop.pass_time(1000)
-        assert over == ["late"]
+        assert timed_out_calls == ["late"]
         slots.hold(False)
         await loop.pass_time(3.4)
-        assert over == ["late"]
+        assert timed_out_calls == ["late"]
         slots.hold(False)  # A second call must not give the limits their time again.
         await loop.pass_time(0.2)
-        assert over == ["late", "begun"]
+        assert timed_out_calls == ["late", "begun"]
         await loop.pass_time(6.3)
-        assert over == ["late", "begun"]
+        assert timed_out_calls == ["late", "begun"]
         await loop.pass_time(0.2)
-        assert over == ["late", "begun", "held"]
+        assert timed_out_calls == ["late", "begun", "held"]
         await asyncio.gather(late, begun, held)
 
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
