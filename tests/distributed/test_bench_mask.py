@@ -28,13 +28,13 @@ def test_two_ranks_write_table_json_and_chart(tmp_path):
         assert row["forward_ms"] > 0
     assert (ours["payload_all_reduces"], ours["header_all_reduces"]) == (1, 1)
     assert peer["payload_all_reduces"] == 3
-    # 24 tokens of 2 ranks x (2 of lse + 1 of entropy) + 1 + 4 ids, 4 bytes each
+    # Each of 24 tokens has 2 ranks x (2 values for lse + 1 for entropy) + 1 + 4 values at ids. A value has 4 bytes.
     assert ours["wire_mb"] == pytest.approx(24 * (2 * 3 + 5) * 4 / 1e6)
     masks = {m["name"]: m for m in result["masks"]}
     assert masks["dppo-binary-tv"]["extra_all_reduces"] == 0
     assert masks["dppo-topk-kl"]["extra_all_reduces"] == 0
     assert masks["dppo-topk-kl"]["extra_wire_mb"] == pytest.approx(24 * 4 * 4 / 1e6)
-    # 1,001 ids in the place of 4, and of m2po's rows a pass without entropy: 24 x (2 x 2 + 1).
+    # pdm-exact sends values at 1,001 ids in place of 4. m2po needs a pass without entropy: 24 x (2 x 2 + 1) values.
     assert masks["pdm-exact"]["extra_wire_mb"] == pytest.approx(24 * 1001 * 4 / 1e6)
     for name in ("m2po", "m2po-areal"):
         assert masks[name]["extra_all_reduces"] == 1

@@ -1,6 +1,6 @@
-"""Checkpoints of the real trainer: resume bit for bit, on other layouts, and what faults leave behind.
+"""Checkpoints of the real trainer: they resume bit for bit, and in other layouts, and survive faults.
 
-Each test starts its ranks once, since that takes seconds, and goes through its cases inside.
+Each test starts its ranks only once, because a start takes seconds. The worker goes through the cases.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HERE = "tests.distributed.test_checkpoint"
 STATE = {"step": 2, "sampler": {"epoch": 1, "order": [3, 1, 2]}, "share": 0.1}
 TOLERANCE = 1e-5
 
-# name -> (parallel section, distributed optimizer, data type)
+# Name -> (parallel section, distributed optimizer, data type).
 CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
     "EP2": ({"expert": 2}, False, "float32"),
     "TP2": ({"tensor": 2}, False, "float32"),
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
     "EP2 bf16": ({"expert": 2}, False, "bfloat16"),
     "DP2 bf16 distributed": ({}, True, "bfloat16"),
 }
-# saved case -> what it is resumed as; every pair of kinds of optimizer, EP 1 <-> EP 2 both ways
+# Saved case -> parallel sections and kinds of optimizer that resume it: all pairs of kinds, EP 1 -> EP 2 and back.
 OTHER_LAYOUTS: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "EP2": [({"tensor": 2}, False), ({}, True)],
     "TP2": [({"pipeline": 2}, False), ({"expert": 2}, True)],
@@ -72,14 +72,14 @@ def make_trainer(
 
 
 def train(trainer: Any, steps: int) -> None:
-    """The same batch at every step; the rate warms up over two steps, so the schedule matters."""
+    """Train on the same batch at every step. The learning rate warms up over two steps, so the schedule matters."""
     batches = own_micro_batches(trainer, samples())
     for _ in range(steps):
         trainer.train_mini_batch(batches, policy_token_loss, denominator=200.0)
 
 
 def raw_state(trainer: Any) -> dict[str, torch.Tensor]:
-    """Weights and everything the inner optimizers hold on this rank, as they lie in memory."""
+    """Return this rank's weights and all tensors of its inner optimizers, as they are in memory."""
     out = {
         f"weight {i} {name}": p.detach().clone()
         for i, chunk in enumerate(trainer.chunks)
@@ -98,7 +98,7 @@ def hf_weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def plain_state(trainer: Any) -> dict[str, torch.Tensor]:
-    """Moments and masters as full tensors on global rank 0; of a plain optimizer."""
+    """Return moments and masters of a plain optimizer as full tensors, on global rank 0."""
     from megatron_dppo.model.gather_plan import hf_buckets_plan
     from megatron_dppo.trainer.model import named_parameters
 
@@ -125,8 +125,8 @@ def plain_state(trainer: Any) -> dict[str, torch.Tensor]:
     return out
 
 
-def draws() -> list[float]:
-    """One number of every generator."""
+def draw_numbers() -> list[float]:
+    """Draw one number from every random generator."""
     from megatron.core import tensor_parallel
 
     with tensor_parallel.get_cuda_rng_tracker().fork():
@@ -134,23 +134,23 @@ def draws() -> list[float]:
     return [random.random(), float(np.random.rand()), float(torch.rand(())), stream]
 
 
-def in_turn(store_dir: Path, name: str) -> str:
+def case_folder(store_dir: Path, name: str) -> str:
     return str(store_dir / name.replace(" ", "_"))
 
 
 def write_worker(folder: str) -> dict[str, Any]:
-    """Train every case for four steps; what is saved after two is written meanwhile."""
+    """Train every case for four steps. The checkpoint of step 2 is written in the background meanwhile."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     rank = int(os.environ["RANK"])
     for name, (parallel, distributed, dtype) in CASES.items():
-        at = in_turn(Path(folder), name)
+        at = case_folder(Path(folder), name)
         trainer = make_trainer(f"{folder}/hf", parallel, distributed, dtype, 2)
         train(trainer, 2)
-        draws()
+        draw_numbers()
         store = CheckpointStore(at, 2, background=True)
         store.save(trainer, 2, STATE)
-        expected = {"hf at 2": hf_weights(trainer), "draws": draws()}
+        expected = {"hf at 2": hf_weights(trainer), "draws": draw_numbers()}
         if not distributed:
             expected["plain state"] = plain_state(trainer)
         train(trainer, 2)
@@ -166,25 +166,25 @@ def write_worker(folder: str) -> dict[str, Any]:
 
 
 def resume_worker(folder: str) -> dict[str, Any]:
-    """Load every case on its own layout and on others, and take the last two steps."""
+    """Load every case in its own layout and in others, and train the last two steps."""
     rank, report = int(os.environ["RANK"]), {}
     for name, (_, _, dtype) in CASES.items():
-        at = in_turn(Path(folder), name)
+        at = case_folder(Path(folder), name)
         expected = torch.load(f"{at}.rank{rank}.pt", weights_only=True)
-        report[name] = resumed_here(folder, name, expected)
+        report[name] = resume_here(folder, name, expected)
         for parallel, distributed in OTHER_LAYOUTS[name]:
-            found = resumed_elsewhere(folder, at, (parallel, distributed, dtype), expected)
+            found = resume_elsewhere(folder, at, (parallel, distributed, dtype), expected)
             report[f"{name} as {parallel} {distributed}"] = found
     return report
 
 
-def resumed_here(folder: str, name: str, expected: dict[str, Any]) -> dict[str, bool]:
+def resume_here(folder: str, name: str, expected: dict[str, Any]) -> dict[str, bool]:
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     trainer = make_trainer(f"{folder}/hf", *CASES[name], 2)
-    store = CheckpointStore(in_turn(Path(folder), name), 2)
+    store = CheckpointStore(case_folder(Path(folder), name), 2)
     state = store.load(trainer, store.survey().complete[-1])
-    same_draws = draws() == expected["draws"]
+    same_draws = draw_numbers() == expected["draws"]
     train(trainer, 2)
     got = raw_state(trainer)
     trainer.close()
@@ -197,7 +197,7 @@ def resumed_here(folder: str, name: str, expected: dict[str, Any]) -> dict[str, 
     }
 
 
-def resumed_elsewhere(
+def resume_elsewhere(
     folder: str, at: str, case: tuple[dict[str, Any], bool, str], expected: dict[str, Any]
 ) -> dict[str, Any]:
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
@@ -231,7 +231,7 @@ def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return max(float((got[k].double() - v).norm() / v.double().norm()) for k, v in expected.items())
 
 
-# four ranks, of which replicas of dense and of expert parameters are others
+# On four ranks, the replicas of dense parameters are other ranks than the replicas of expert parameters.
 FOUR: dict[str, tuple[dict[str, Any], bool]] = {
     "TP2 EP2": ({"tensor": 2, "expert": 2}, False),
     "TP2 EP2 distributed": ({"tensor": 2, "expert": 2}, True),
@@ -240,12 +240,12 @@ FOUR_RESUMED: tuple[dict[str, Any], bool] = ({"tensor": 2, "expert_tensor": 2, "
 
 
 def four_ranks_worker(folder: str) -> dict[str, Any]:
-    """Save under each of FOUR, load it there and elsewhere; also through Megatron's own loader."""
+    """Save in each layout of FOUR. Load it in the same layout, in FOUR_RESUMED, and by Megatron's own loader."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     out: dict[str, Any] = {}
     for name, (parallel, distributed) in FOUR.items():
-        at = in_turn(Path(folder), f"four {name}")
+        at = case_folder(Path(folder), f"four {name}")
         trainer = make_trainer(f"{folder}/hf", parallel, distributed, "bfloat16", 4)
         train(trainer, 1)
         store = CheckpointStore(at, 1)
@@ -309,7 +309,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def refusal(action: Callable[[], Any]) -> str:
-    """What ``action`` refuses with, on this rank."""
+    """Return the error of ``action`` on this rank."""
     try:
         action()
     except ValueError as error:
@@ -319,7 +319,7 @@ def refusal(action: Callable[[], Any]) -> str:
 
 @contextmanager
 def small_files_only(limit: int, on_rank: int) -> Iterator[None]:
-    """The kernel fails writes beyond ``limit`` bytes of a file, as a full disk does: one rank only."""
+    """On one rank the kernel fails writes beyond ``limit`` bytes of a file, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if int(os.environ["RANK"]) == on_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -331,7 +331,7 @@ def small_files_only(limit: int, on_rank: int) -> Iterator[None]:
 
 @contextmanager
 def limited_call(owner: Any, name: str) -> Iterator[None]:
-    """As above on rank 0, only within one method."""
+    """Allow rank 0 only small files within calls of one method."""
     method = getattr(owner, name)
 
     def limited(*args: Any, **kwargs: Any) -> Any:
@@ -347,7 +347,7 @@ def limited_call(owner: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def broken_call(owner: Any, name: str, on_rank: int) -> Iterator[None]:
-    """On one rank a method has a fault in its code, which is none of the foreseen errors."""
+    """On one rank a method raises an unforeseen error, as a bug in its code does."""
     method = getattr(owner, name)
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -363,7 +363,7 @@ def broken_call(owner: Any, name: str, on_rank: int) -> Iterator[None]:
 
 
 def faults_worker(folder: str) -> dict[str, Any]:
-    """Saves and loads that must fail, and what is on the disk after each."""
+    """Return the errors of saves and loads that must fail, and the folders that each leaves."""
     from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory, StoredCheckpoint
     from megatron_dppo.trainer.checkpoint.saving import SaveTask
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
@@ -388,7 +388,7 @@ def faults_worker(folder: str) -> dict[str, Any]:
             out[f"full disk in {name}"] = after(lambda: store.save(trainer, 2, {}))
     with broken_call(CheckpointDirectory, "publish", 0):
         out["fault in publish"] = after(lambda: store.save(trainer, 2, {}))
-    # The thread of rank 0 stays in a collective of its store, so another store follows.
+    # The saving thread of rank 0 hangs in a collective of this store. Therefore use a new store afterwards.
     saving: Any = importlib.import_module("megatron_dppo.trainer.checkpoint.saving")
     saving._END_S = 0.1
     with broken_call(SaveTask, "_write_and_publish", 1):
@@ -445,7 +445,7 @@ def killed_worker(folder: str) -> dict[str, Any]:
 
 @contextmanager
 def slow_writes() -> Iterator[threading.Event]:
-    """Saves write nothing before the event is set."""
+    """Saves write nothing until the event is set."""
     from megatron_dppo.trainer.checkpoint.saving import SaveTask
 
     go, write = threading.Event(), SaveTask._write
@@ -462,7 +462,7 @@ def slow_writes() -> Iterator[threading.Event]:
 
 
 def background_worker(folder: str) -> dict[str, Any]:
-    """Saves in the background: training goes on, the next waits, a failure ends the run on every rank."""
+    """Save in the background: training continues, the next save waits, and every rank raises a failure."""
     import torch.distributed as dist
 
     from megatron_dppo.metrics import table as names
@@ -493,7 +493,8 @@ def background_worker(folder: str) -> dict[str, Any]:
     out["names"] = [names.CHECKPOINT_BYTES, names.CHECKPOINT_WRITTEN]
     out["published"] = list(told)
     trained = raw_state(trainer)
-    for step, state in enumerate((saved, trained)):  # in the end the trainer is where it was
+    # The second load restores the trained state, so that the trainer is unchanged afterwards.
+    for step, state in enumerate((saved, trained)):
         store.load(trainer, store.survey().complete[step])
         out[f"as it was at {step + 1}"] = same(raw_state(trainer), state)
 
@@ -510,7 +511,7 @@ def background_worker(folder: str) -> dict[str, Any]:
 
 
 def cut_parameters_worker(folder: str) -> list[dict[str, Any]]:
-    """Save a model with parameters that TP2 cuts in parts, and go on in layouts that hold them whole."""
+    """Save a model with parameters that TP2 divides. Continue in TP2, and in layouts that hold them whole."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     trainer = make_trainer(f"{folder}/hf", {"tensor": 2}, False, "float32", 2)
@@ -536,7 +537,7 @@ def cut_parameters_worker(folder: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of every case at step 2, written by two ranks, and what follows them."""
+    """Checkpoints of every case at step 2, written by two ranks, and the states that must follow."""
     from tests.tiny_models import save_tiny_model
 
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -650,7 +651,7 @@ def test_replicas_share_out_what_they_write(checkpoints: Path) -> None:
         for name, found in got.items():
             assert all(found.values()), (name, found)
     for name in FOUR:
-        (step,) = Path(in_turn(checkpoints, f"four {name}")).iterdir()
+        (step,) = Path(case_folder(checkpoints, f"four {name}")).iterdir()
         sizes = [path.stat().st_size for path in step.glob("*.distcp")]
         assert len(sizes) == 4
         assert max(sizes) < 1.5 * min(sizes)
@@ -661,7 +662,7 @@ def test_replicas_share_out_what_they_write(checkpoints: Path) -> None:
 def test_parameters_in_parts_are_saved_in_parts_and_loaded_whole(
     tmp_path: Path, family: str
 ) -> None:
-    """Norms of all heads, and the sections of a delta net's inputs; the converter reads the checkpoint, too."""
+    """The parameters are norms of all heads, and the sections of a delta net's inputs. The converter reads them too."""
     from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistCheckpoint
     from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.model.mapping import hf_tensors

@@ -1,7 +1,7 @@
-"""Columns reach the ranks that train on them, unchanged, and no others.
+"""Columns reach the ranks that train on them, unchanged, and no other ranks.
 
-The twin is the whole batch, which every rank can make by itself; a rank is given only what it would
-have once trajectories have been shared.
+The reference is the whole batch, which every rank can make by itself. As input, a rank gets only
+its own part of the batch, as after generation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 
 def whole_batch(experts: int) -> list:
-    """24 trajectories, three of them without a recording, one sampled by two weight versions."""
+    """Return 24 trajectories. Three have no recording, and two weight versions sampled one of them."""
     from megatron_dppo.data.trajectory import Trajectory
 
     rng = np.random.default_rng(5)
@@ -76,8 +76,8 @@ def topology_of(sizes: dict[str, int]):
     return init_topology(layout)
 
 
-def announced(whole: list, topology) -> tuple[list, dict]:
-    """The batch on this rank once leaders have announced their groups, as a run does it."""
+def announce_groups(whole: list, topology) -> tuple[list, dict]:
+    """Announce the leaders' groups, as a run does. Return the outlines, and this rank's trajectories by position."""
     from megatron_dppo.loop.ownership import announce
 
     own = [t for i, t in enumerate(whole) if (i // GROUP) % topology.dp_size == topology.dp_rank]
@@ -85,7 +85,7 @@ def announced(whole: list, topology) -> tuple[list, dict]:
 
 
 def announce_problems(whole: list, outlines: list, own: dict, topology) -> list[int]:
-    """Positions that are not as they should be: an outline everywhere, whole on their leader."""
+    """Return the wrong positions. Every rank must have the outlines, and only the leader the whole trajectories."""
     from megatron_dppo.data.trajectory import Outline
 
     def is_right(position: int) -> bool:
@@ -99,16 +99,16 @@ def announce_problems(whole: list, outlines: list, own: dict, topology) -> list[
 
 
 def stages_of(topology):
-    """Three layers: the first stage has the second one, the second stage the others."""
+    """Return the stages of ``topology``. Of two stages, the first has layer 1 and the second has layers 0 and 2."""
     from megatron_dppo.loop.exchange import Stages
 
     return Stages(2, LAYERS_OF_STAGES) if topology.pp_size > 1 else Stages()
 
 
 def needed_by(t, topology):
-    """A trajectory as a rank of this stage gets it."""
+    """Return the trajectory ``t`` as a rank of this stage receives it."""
     recorded = t.columns.get("routed_experts")
-    if topology.pp_size > 1 and topology.pp_rank == 0:  # it computes no loss
+    if topology.pp_size > 1 and topology.pp_rank == 0:  # The first of two stages computes no loss.
         t = t.without("rollout_log_probs", "topk_ids", "topk_log_probs")
     if topology.pp_size == 1 or recorded is None:
         return t
@@ -131,14 +131,17 @@ def run_config():
 
 
 def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
-    """Deliver by the plan of a real step; what is wrong on this rank."""
+    """Deliver by the plan of a real step. Return what is wrong on this rank, and its figures.
+
+    ``wrong`` has positions; -1: packed micro-batches differ, -2: forms differ, -3: other trajectories arrived.
+    """
     from megatron_dppo.data.columns import Form
     from megatron_dppo.loop.exchange import ColumnExchange
     from megatron_dppo.loop.learning import BatchLayout, pack_mini_batch, plan_mini_batches
     from megatron_dppo.loop.rollout_figures import routing_figures
 
     whole, config = whole_batch(experts), run_config()
-    outlines, own = announced(whole, topology)
+    outlines, own = announce_groups(whole, topology)
     wrong = announce_problems(whole, outlines, own, topology)
     layout = BatchLayout(topology.dp_rank, topology.dp_size, pad_multiple=topology.tp_size)
     sections = (config.training, config.rollout, config.algorithm)
@@ -198,7 +201,8 @@ def delivery_worker(
 
 
 def expected_figures(experts: int) -> dict[str, float]:
-    """By hand: rows that predict, less three responses' and the two-version response's first token."""
+    """Return the figures without the exchange. Of all rows that predict, those of three responses have no recording,
+    and the response of two versions loses the row of its first token."""
     batch = whole_batch(experts)
     rows = sum(t.length - 1 for t in batch)
     recorded = [t for t in batch if "routed_experts" in t.columns]
@@ -219,7 +223,7 @@ def expected_figures(experts: int) -> dict[str, float]:
 def test_every_rank_has_what_it_trains_on_and_nothing_else(
     world_size: int, piece_bytes: int, free_bytes: int
 ) -> None:
-    """Ranks of a host share one copy, or, where its memory has no room, receive each for itself."""
+    """Ranks of a host share one copy. If the shared memory has no room, each rank receives its own copy."""
     layouts = {n: layout for n, (world, layout) in LAYOUTS.items() if world == world_size}
     worker = f"{MODULE}:delivery_worker"
     for rank, found in enumerate(run_ranks(worker, world_size, layouts, piece_bytes, free_bytes)):
@@ -243,7 +247,7 @@ FAULTS = {
 
 
 def fault_worker() -> dict[str, str]:
-    """The errors' texts, with each fault planted in TP2 DP2."""
+    """Return the text of each fault's error in TP2 DP2."""
     topology = topology_of({"tensor": 2, "data": 2})
     return {fault: error_of(fault, topology) for fault in FAULTS}
 
@@ -254,14 +258,14 @@ def error_of(fault: str, topology) -> str:
 
     transfer = exchange.transfer
 
-    def flipping(directory, shares, arrays, buffer, rank):
+    def transfer_with_flip(directory, shares, arrays, buffer, rank):
         transfer(directory, shares, arrays, buffer, rank)
         spans = shares[rank].spans
         begin, _ = next(spans[part] for part in spans if part.name == "rollout_log_probs")
         buffer[begin + 1] ^= 1
 
     whole = whole_batch(8)
-    flips = fault == "a bit flipped on its way" and topology.rank == 3  # which leads nobody
+    flips = fault == "a bit flipped on its way" and topology.rank == 3  # Rank 3 leads no group.
     if fault == "a complete column of some":
         whole[4] = whole[4].without("topk_ids")
     if fault == "another model's":
@@ -272,7 +276,7 @@ def error_of(fault: str, topology) -> str:
     try:
         with (
             patch.object(exchange, "free_bytes", lambda: 0),  # each rank receives for itself
-            patch.object(exchange, "transfer", flipping if flips else transfer),
+            patch.object(exchange, "transfer", transfer_with_flip if flips else transfer),
         ):
             exchange.ColumnExchange(topology, sizes()).deliver(
                 outlines, own, [range(4), range(4, 24)]
@@ -284,8 +288,8 @@ def error_of(fault: str, topology) -> str:
 
 @pytest.mark.distributed
 def test_a_fault_is_one_error_on_all_ranks() -> None:
-    told = run_ranks(f"{MODULE}:fault_worker", 4)
-    assert all(errors == told[0] for errors in told)
+    errors_by_rank = run_ranks(f"{MODULE}:fault_worker", 4)
+    assert all(errors == errors_by_rank[0] for errors in errors_by_rank)
     for fault, beginning in FAULTS.items():
-        assert beginning in told[0][fault], fault
-        assert "\n" not in told[0][fault]
+        assert beginning in errors_by_rank[0][fault], fault
+        assert "\n" not in errors_by_rank[0][fault]

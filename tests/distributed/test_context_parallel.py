@@ -15,7 +15,7 @@ ROWS, V, K = 8, 11, 2
 
 
 def gathered_statistics() -> dict[str, Any]:
-    """On each of two ranks: ``whole_stats`` of its half of a pack of one sequence, of which rank 1 has a NaN row and
+    """Compute ``whole_stats`` on each of two ranks, which have half of one sequence each. Rank 1 has a NaN row, and
     rank 0 an id outside the vocabulary."""
     from dataclasses import replace
 
@@ -46,11 +46,11 @@ def gathered_statistics() -> dict[str, Any]:
         raise_on_faults=False,
     )  # fmt: skip
     out = {"own faults": stats.fault_counts, "has gradient": {}}
-    for asked in (True, False):
-        topk_log_probs = stats.topk_log_probs if asked else stats.topk_log_probs.detach()
+    for needs_gradient in (True, False):
+        topk_log_probs = stats.topk_log_probs if needs_gradient else stats.topk_log_probs.detach()
         whole = whole_stats(replace(stats, topk_log_probs=topk_log_probs), batch, topology)
         out["faults"] = whole.fault_counts
-        out["has gradient"][str(asked)] = [
+        out["has gradient"][str(needs_gradient)] = [
             getattr(whole, name).requires_grad
             for name in ("log_probs", "entropy", "topk_log_probs", "sum_squares")
         ]
@@ -66,7 +66,7 @@ def test_faults_of_all_ranks_are_known_on_each_and_gradients_flow_where_they_sho
     assert not torch.equal(own[0], own[1])
     for report in reports:
         assert torch.equal(report["faults"], own[0] + own[1])
-        # Log-probabilities, entropy; log pi at TopK(mu) where the loss asks for it; the sum of squares never.
+        # log pi at TopK(mu) has a gradient only if the loss needs it, and the sum of squares never has one.
         assert report["has gradient"] == {
             "True": [True, True, True, False],
             "False": [True, True, False, False],
@@ -74,7 +74,7 @@ def test_faults_of_all_ranks_are_known_on_each_and_gradients_flow_where_they_sho
 
 
 def bounds_of_two_replicas(hf_dir: str) -> dict[str, Any]:
-    """A bound of each rule on each of two replicas, whose log r are .1 on one and 1 on the other."""
+    """Return the step bound of each rule on each of two replicas. log r is .1 on one replica and 1 on the other."""
     from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.loop.learning import MiniBatch, with_step_bound
     from megatron_dppo.trainer.step import StatsSpec
@@ -119,5 +119,5 @@ def test_a_step_bound_is_that_of_all_replicas(tmp_path) -> None:
     assert 0.01 < level < 1
     for report in reports:
         assert report["m2po"] == [pytest.approx(level, rel=1e-3)]
-        # AReaL's drops all of the far ones: halfway between .01 and 1.
+        # AReaL's rule drops all tokens of the far replica: its bound is halfway between .01 and 1.
         assert report["m2po-areal"] == [pytest.approx(0.505, rel=1e-3)]

@@ -1,7 +1,8 @@
-"""An independent judge of the map: mbridge loads a Hugging Face checkpoint into the trainer's own Megatron modules.
+"""The map of parameters against an independent library: mbridge loads a Hugging Face checkpoint into the trainer's own
+Megatron modules.
 
-mbridge reads whole tensors, fuses them and scatters them by ranks of Megatron's groups; the map copies segments. Every
-parameter of every rank must come out the same, bit by bit.
+mbridge reads whole tensors, fuses them and scatters them by ranks of Megatron's groups; our map copies segments. Both
+must give the same value to every parameter of every rank, bit for bit.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ CASES: dict[str, Case] = {
         {"layers": 4, "q_lora_rank": 48},
         [{"tensor": 2, "expert": 2}, {"pipeline": 2}],
     ),
-    # Last: mbridge notes a tied model in a table of its class, for all models that come after.
+    # This case is last: mbridge marks a tied model in a table of its class, which affects all later models.
     "qwen2 tied": ("qwen2", {"tied": True}, DENSE),
 }
 FOUR_RANKS: dict[str, Case] = {
@@ -59,8 +60,8 @@ FOUR_RANKS: dict[str, Case] = {
 }
 
 
-def differing(folder: str, world_size: int, cases: dict[str, Case]) -> list[str]:
-    """Parameters of this rank that mbridge and the map fill differently, over all ``cases``."""
+def differing_parameters(folder: str, world_size: int, cases: dict[str, Case]) -> list[str]:
+    """Return the parameters of this rank that mbridge and the map fill differently, in all ``cases``."""
     from megatron_dppo.config import schema as s
     from megatron_dppo.trainer.trainer import Trainer  # before megatron: it prepares the platform
 
@@ -79,8 +80,8 @@ def differing(folder: str, world_size: int, cases: dict[str, Case]) -> list[str]
                 parallel=s.ParallelConfig(world_size=world_size, **sizes),
             )
             trainer = Trainer(config)
-            expected = by_the_map(trainer, f"{folder}/{case}")
-            by_mbridge(trainer, f"{folder}/{case}")
+            expected = fill_by_map(trainer, f"{folder}/{case}")
+            load_by_mbridge(trainer, f"{folder}/{case}")
             for (chunk, name), parameter in named_parameters(trainer.chunks).items():
                 if not torch.equal(parameter, expected.pop((chunk, name))):
                     wrong.append(f"{case} {sizes}: {name} of chunk {chunk}")
@@ -89,8 +90,8 @@ def differing(folder: str, world_size: int, cases: dict[str, Case]) -> list[str]
     return wrong
 
 
-def by_the_map(trainer: Any, hf: str) -> dict[tuple[int, str], torch.Tensor]:
-    """Every parameter of this rank as ``local_parameters`` says."""
+def fill_by_map(trainer: Any, hf: str) -> dict[tuple[int, str], torch.Tensor]:
+    """Return every parameter of this rank, filled by the segments of ``local_parameters``."""
     import torch.distributed as dist
     from safetensors.torch import load_file
 
@@ -105,7 +106,7 @@ def by_the_map(trainer: Any, hf: str) -> dict[tuple[int, str], torch.Tensor]:
     return filled
 
 
-def by_mbridge(trainer: Any, hf: str) -> None:
+def load_by_mbridge(trainer: Any, hf: str) -> None:
     """Overwrite the model's parameters, and the biases of its routers, through mbridge."""
     from mbridge import AutoBridge
     from mbridge.core import LLMBridge
@@ -128,7 +129,7 @@ def by_mbridge(trainer: Any, hf: str) -> None:
 
 
 def latent_attention_config(max_position_embeddings: int, **settings: Any) -> Any:
-    """Build Megatron-Core's configuration from the settings of mbridge 0.15, which has an earlier name of one."""
+    """Build Megatron-Core's configuration from the settings of mbridge 0.15. One setting has an earlier name there."""
     from megatron.core.transformer import MLATransformerConfig
 
     return MLATransformerConfig(
@@ -143,5 +144,5 @@ def test_mbridge_fills_every_rank_as_the_map_does(tmp_path: Path, world_size, ca
 
     for case, (family, options, _) in cases.items():
         save_tiny_model(tmp_path / case, family, **options)
-    worker = "tests.distributed.test_conversion_mbridge:differing"
+    worker = "tests.distributed.test_conversion_mbridge:differing_parameters"
     assert run_ranks(worker, world_size, str(tmp_path), world_size, cases) == [[]] * world_size

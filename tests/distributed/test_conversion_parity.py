@@ -1,7 +1,7 @@
-"""Converted weights mean the same model: transformers' own log-probabilities against the Megatron trainer's.
+"""Converted weights are the same model: transformers' own log-probabilities against the Megatron trainer's.
 
-The trainer loads what the offline converter wrote and writes Hugging Face again: the
-log-probabilities agree within 2e-5 in fp32, and the tensors come back byte-identical.
+The trainer loads the offline converter's checkpoint, and exports Hugging Face's form again: the
+log-probabilities agree within 2e-5 in fp32, and the exported tensors are byte-identical.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ MOE_LAYOUTS = {
     "CP2 EP2": {"context": 2, "expert": 2},
 }
 _WITHOUT_CONTEXT_PARALLELISM = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
-"""Families with delta nets, whose sequences Megatron-Core does not divide."""
+"""Families with delta nets. Megatron-Core does not divide a sequence of a delta net among ranks."""
 
 
 def sequences() -> list[list[int]]:
@@ -95,7 +95,7 @@ def layouts_of(case: str) -> dict[str, dict[str, Any]]:
 
 
 def prepare(folder: str, cases: list[str]) -> dict[str, list[torch.Tensor]]:
-    """Make every model, convert it, and say transformers' log-probabilities of every next token."""
+    """Make and convert every model. Return transformers' log-probabilities of every next token."""
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
@@ -117,7 +117,7 @@ def prepare(folder: str, cases: list[str]) -> dict[str, list[torch.Tensor]]:
 
 
 def trainer_log_probs(folder: str, cases: list[str]) -> dict[str, list[torch.Tensor]]:
-    """``case/layout`` -> the trainer's log-probabilities of the same tokens; exports each model again."""
+    """Export each model again. Return ``case/layout`` -> the trainer's log-probabilities of the same tokens."""
     from megatron_dppo.config import schema as s
     from megatron_dppo.data.packing import pack
     from megatron_dppo.data.trajectory import Trajectory
@@ -158,12 +158,12 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def both(folder) -> tuple[dict, dict]:
-    return computed(folder, list(FAMILIES))
+def log_probs_of_both(folder) -> tuple[dict, dict]:
+    return compute_log_probs(folder, list(FAMILIES))
 
 
-def computed(folder: Path, cases: list[str]) -> tuple[dict, dict]:
-    """Transformers' and the trainer's log-probabilities (of both ranks, which agree)."""
+def compute_log_probs(folder: Path, cases: list[str]) -> tuple[dict, dict]:
+    """Return transformers' and the trainer's log-probabilities. Assert that both ranks of the trainer agree."""
     worker = "tests.distributed.test_conversion_parity:"
     (expected,) = run_ranks(worker + "prepare", 1, str(folder), cases)
     first, second = run_ranks(worker + "trainer_log_probs", 2, str(folder), cases, timeout=600)
@@ -175,22 +175,22 @@ def computed(folder: Path, cases: list[str]) -> tuple[dict, dict]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", FAMILIES)
-def test_the_trainer_computes_what_transformers_computes(both, folder, case):
-    compare(both, folder, case)
+def test_the_trainer_computes_what_transformers_computes(log_probs_of_both, folder, case):
+    compare(log_probs_of_both, folder, case)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW_FAMILIES)
 def test_the_trainer_computes_further_forms_of_families(tmp_path, case):
-    compare(computed(tmp_path, [case]), tmp_path, case)
+    compare(compute_log_probs(tmp_path, [case]), tmp_path, case)
 
 
-def compare(both: tuple[dict, dict], folder: Path, case: str) -> None:
+def compare(log_probs_of_both: tuple[dict, dict], folder: Path, case: str) -> None:
     """Assert equal log-probabilities in every layout, and exports of the same bytes."""
     from safetensors.torch import load_file
 
-    expected, found = both
+    expected, found = log_probs_of_both
     original = load_file(folder / case / "model.safetensors")
     for name in layouts_of(case):
         for a, b in zip(found[f"{case}/{name}"], expected[case], strict=True):
@@ -202,8 +202,8 @@ def compare(both: tuple[dict, dict], folder: Path, case: str) -> None:
 
 
 @pytest.mark.distributed
-def test_the_models_are_sharp_enough_to_show_a_mistake(both):
+def test_the_models_are_sharp_enough_to_show_a_mistake(log_probs_of_both):
     """Log-probabilities spread over many nats, far above the tolerance."""
-    expected, _ = both
+    expected, _ = log_probs_of_both
     for case in FAMILIES:
         assert torch.cat(expected[case]).std() > 0.2, case

@@ -1,7 +1,7 @@
-"""Megatron-Core's own loader takes the converter's torch_dist checkpoints, and the converter takes Megatron's.
+"""Megatron-Core's own loader reads the converter's torch_dist checkpoints, and the converter reads Megatron's.
 
-``megatron.core.dist_checkpointing.load`` fills a model of every layout from a folder written without Megatron; and a
-training run's checkpoint becomes the Hugging Face folder that it began with.
+``megatron.core.dist_checkpointing.load`` fills a model of every layout from a folder written without Megatron. A
+training run's checkpoint is converted back to the Hugging Face folder that the run began with.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run_config(hf_dir: str, sizes: dict[str, Any]):
 
 
 def megatron_loads(folder: str) -> list[str]:
-    """Fill zeroed models through Megatron-Core's loader; names of parameters that differ from the original."""
+    """Fill zeroed models by Megatron-Core's loader. Return the names of parameters that differ from the original."""
     from megatron_dppo.trainer.trainer import Trainer  # before megatron: it prepares the platform
 
     from megatron.core import dist_checkpointing, parallel_state  # isort: skip
@@ -84,7 +84,7 @@ def megatron_loads(folder: str) -> list[str]:
 
 
 def save_run(folder: str) -> None:
-    """A run's checkpoint, weights and optimizer, under each of RUNS."""
+    """Save a run's checkpoint, weights and optimizer, in each layout of RUNS."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
     from megatron_dppo.trainer.trainer import Trainer
 

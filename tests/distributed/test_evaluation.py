@@ -15,7 +15,7 @@ MODULE = "tests.distributed.test_evaluation"
 
 
 def worker(folder: str) -> dict[str, Any]:
-    """The figures of a set of five problems and the samples, as this rank has them."""
+    """Evaluate a set of five problems. Return the figures and the samples of this rank."""
     import torch.distributed as dist
 
     from megatron_dppo.config.data_schema import RewardConfig
@@ -46,7 +46,7 @@ def worker(folder: str) -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_an_accuracy_is_of_the_problems_of_all_ranks(tmp_path: Path) -> None:
-    """Rank 0 has the problems 1, 3 and 5, of which a response in two is right, rank 1 has 2 and 4, of which none is."""
+    """Rank 0 has the problems 1, 3 and 5, with one right response of two each. Rank 1 has 2 and 4, with none."""
     first, second = run_ranks(f"{MODULE}:worker", 2, str(tmp_path))
     assert first["figures"] == {"evaluation/sums/accuracy": 3 / 10}
     assert second == first

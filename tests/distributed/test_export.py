@@ -1,4 +1,4 @@
-"""The export's files come from several ranks, and are those that one writer makes."""
+"""Several ranks write the files of an export. The files equal those of a single writer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def export_worker(folder: str) -> dict[str, Any]:
-    """Export under each layout, with the files that this rank opened; then on a full disk."""
+    """Export in each layout, and then to a full disk. Return the files that this rank opened, and the error."""
     import torch.distributed as dist
 
     from megatron_dppo.checkpoint_conversion import tensor_store
@@ -36,12 +36,12 @@ def export_worker(folder: str) -> dict[str, Any]:
     opened: list[str] = []
     writer = tensor_store.SafetensorsFileWriter
 
-    class Counted(writer):  # type: ignore[misc, valid-type]
+    class RecordingWriter(writer):  # type: ignore[misc, valid-type]
         def __init__(self, path: Path, specs: Any) -> None:
             opened.append(path.name)
             super().__init__(path, specs)
 
-    tensor_store.SafetensorsFileWriter = Counted  # type: ignore[misc]
+    tensor_store.SafetensorsFileWriter = RecordingWriter  # type: ignore[misc]
     out: dict[str, Any] = {}
     for name, parallel in LAYOUTS.items():
         trainer = make_trainer(f"{folder}/hf", parallel, False, "float32", 2)
@@ -92,7 +92,7 @@ def test_several_ranks_write_what_one_would(tmp_path: Path) -> None:
         found = digests(tmp_path / name)
         certificates.append(found.pop("conversion.json"))
         assert found == expected
-        with open_checkpoint(tmp_path / name) as reader:  # which compares with the certificate
+        with open_checkpoint(tmp_path / name) as reader:  # The reader checks the certificate, too.
             assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
         shares = [set(report[name]) for report in reports]
         assert all(shares), name

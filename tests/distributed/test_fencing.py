@@ -15,7 +15,7 @@ HERE = "tests.distributed.test_fencing"
 
 
 def fenced_worker(folder: str) -> dict[str, Any]:
-    """One save; another start takes over while the second save is written; a third save is tried."""
+    """Save once. Another start takes over while the second save is written. Then try a third save."""
     import torch.distributed as dist
 
     from megatron_dppo.loop.ending import run_fence
@@ -65,5 +65,5 @@ def test_a_succeeded_start_saves_no_checkpoint(tmp_path: Path) -> None:
         assert got["held by rank 0"]
         for step in (2, 3):
             assert "process 88 on b" in got[f"error {step}"]
-            # The unfinished one is for the successor to remove; the third was not begun.
+            # The successor removes the unfinished second checkpoint. The third was not begun.
             assert got[f"left {step}"] == ["step_000001", "step_000002.partial-2"]

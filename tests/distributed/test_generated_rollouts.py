@@ -16,17 +16,17 @@ PROMPTS, GROUP, STEPS = 6, 2, 4
 
 
 class ScriptedEngine(RecordedStarts):
-    """Answers as ``EngineSession`` does, with the weights it had when it was asked.
+    """Answers as ``EngineSession`` does, with the weights of the start of a generation.
 
-    Problems whose id ``flat`` divides earn nothing, with 3 tokens; of the others every first response is right, and
-    each has 2 tokens.
+    If ``flat`` divides a problem's id, its responses have 3 tokens and no reward. Of any other problem the first
+    response is right, and each response has 2 tokens.
     """
 
     def __init__(self, flat: int) -> None:
         super().__init__()
         self.version, self.events, self._flat = 0, [], flat
         self.seeds: list[int | None] = []
-        self.asked: list[int] = []
+        self.request_counts: list[int] = []
         self.now = 0.0
 
     busy_s = 0.0
@@ -34,7 +34,7 @@ class ScriptedEngine(RecordedStarts):
     def start(self, job, *arguments: Any, **done: Any):
         generation = super().start(job, *arguments, **done)
         self.events.append(f"start {generation.description}")
-        self.asked.append(len(job.requests(generation.done)))
+        self.request_counts.append(len(job.requests(generation.done)))
         self.seeds += [request.sampling.seed for request in job.requests()]
         generation.version, generation.seconds = self.version, 0.5
         generation.timed_out = len(job.problems)
@@ -48,7 +48,7 @@ class ScriptedEngine(RecordedStarts):
             for i, problem in enumerate(generation.job.problems)
             for s in range(generation.job.group_size)
         }
-        for key, trajectory in reversed(answers.items()):  # in whatever order they come
+        for key, trajectory in reversed(answers.items()):  # Responses may come in any order.
             if key not in generation.done:
                 generation.on_response(key, trajectory)
         return list((answers | generation.done).values())
@@ -128,7 +128,7 @@ def fresh_sampler() -> Any:
 
 
 def scorer_without(response: int | None) -> Any:
-    """It has no reward for the response that rank 0 scores as the one with this number."""
+    """Return a scorer without a reward for one response of rank 0: the one with this number in the order of scoring."""
     from itertools import count
 
     import torch.distributed as dist
@@ -148,7 +148,7 @@ def scorer_without(response: int | None) -> Any:
     return Unlucky(RewardConfig(name="exact_integer"))
 
 
-def steps(
+def run_steps(
     folder: str,
     changes: dict[str, Any],
     *,
@@ -156,9 +156,9 @@ def steps(
     resume_after: int = 0,
     without_reward: int | None = None,
 ) -> dict[str, Any]:
-    """What a run of ``STEPS`` steps trains on; with ``resume_after`` a second process takes over there.
+    """Return what a run of ``STEPS`` steps trains on. A new source resumes it after the step ``resume_after``.
 
-    By its clock a batch is waited for for 1 s and trained on for 3 s.
+    By the engine's clock, a wait for a batch takes 1 s, and training on it 3 s.
     """
     from megatron_dppo.loop import rollout_sources
 
@@ -189,10 +189,13 @@ def steps(
     }
 
 
-def restarted(
+def restart_ranks(
     folder: str, changes: dict[str, Any], *, flat: int = 1000, same_weights: bool = True
 ) -> dict[str, Any]:
-    """Ranks die after step 2 with three responses of step 3; others go on from the checkpoint of step 1."""
+    """Ranks die after step 2 with three responses of step 3. New ranks continue from the checkpoint of step 1.
+
+    Return the batches of both, and the number of requests for repeated steps and for the new step.
+    """
     from contextlib import closing
     from pathlib import Path
 
@@ -249,20 +252,20 @@ def restarted(
         second.append([digests(batch), upcoming(batch)])
         spool.note_trained(2, "weights 2" if same_weights else "others")
         source.wait_before_update(2)
-        repeated = list(engine.asked)
+        repeated = list(engine.request_counts)
         source.run_ahead(2)
         source.collect(3)
     return {
         "first": first[1:],
         "second": second,
         "repeated": repeated,
-        "new": engine.asked[len(repeated)],
+        "new": engine.request_counts[len(repeated)],
         "known": sorted(spool.known_digests),
     }
 
 
 def late_weights(folder: str) -> str:
-    """The error of a batch whose weights are older than a synchronous run allows."""
+    """Return the error of a batch whose weights are older than a synchronous run allows."""
     from megatron_dppo.config.data_schema import RewardConfig
     from megatron_dppo.loop.rollout_figures import StalenessError
     from megatron_dppo.loop.scorer import Scorer
@@ -277,8 +280,8 @@ def late_weights(folder: str) -> str:
     return ""
 
 
-def replayed(folder: str) -> dict[str, Any]:
-    """What each leader reads of a saved batch of three groups, and its errors where the data are others."""
+def read_saved_batch(folder: str) -> dict[str, Any]:
+    """Return what this leader reads of a saved batch of three groups, and its errors if the data have changed."""
     from pathlib import Path
 
     import torch.distributed as dist
@@ -290,22 +293,22 @@ def replayed(folder: str) -> dict[str, Any]:
     from megatron_dppo.data.trajectory import Problem, Trajectory
     from megatron_dppo.loop.rollout_sources import ReplayedRollouts
 
-    drawn, saved = ProblemSampler(64, seed=3).next(3), Path(folder) / "saved"
+    sampler_order, saved = ProblemSampler(64, seed=3).next(3), Path(folder) / "saved"
     batch = [
         Trajectory.of_response(
             [p, 1], [3] * (1 + s), problem_id=p, sample_index=s, reward=float(s),
             columns={"weight_version": [1] * (1 + s), "loss_trains": [True] * (1 + s)},
         )
-        for p in drawn
+        for p in sampler_order
         for s in range(GROUP)
     ]  # fmt: skip
     if dist.get_rank() == 0:
         save_batch(saved, 2, batch)
     dist.barrier()
     found: dict[str, Any] = {}
-    kinds = {"same": 1, "another prompt": drawn[1], "another group size": 1}
+    kinds = {"same": 1, "another prompt": sampler_order[1], "another group size": 1}
     for kind, other in kinds.items():
-        # The group at position 1 is read by rank 1 alone.
+        # Only rank 1 reads the group at position 1.
         problems = [Problem(i, "p", "1", (i, 9 if i == other else 1)) for i in range(64)]
         size = GROUP + 1 if "size" in kind else GROUP
         rollout = RolloutConfig(
@@ -328,7 +331,7 @@ def replayed(folder: str) -> dict[str, Any]:
             }
         except BatchFormatError as error:
             found[kind] = str(error)
-    return found | {"drawn": drawn}
+    return found | {"drawn": sampler_order}
 
 
 FILTER = {
@@ -355,29 +358,31 @@ def worker(folder: str) -> dict[str, Any]:
     dist.init_process_group("gloo")
     ahead = {"max_staleness": 1}
     return {
-        "synchronous": steps(folder, {}),
-        "ahead": steps(folder, ahead),
-        "resumed": steps(folder, ahead, resume_after=2),
-        "filtered": steps(folder, FILTER, flat=2),
-        "filtered ahead": steps(folder, FILTER | ahead, flat=2),
-        "filtered, resumed": steps(folder, FILTER | ahead, flat=2, resume_after=2),
-        "far ahead": steps(folder, RETRACT | {"max_staleness": 3}),
-        "further than the run": steps(folder, RETRACT | {"max_staleness": 8}),
-        "far ahead, drained": steps(folder, {"max_staleness": 2}),
-        "replaced": steps(folder, {"max_staleness": 2}, without_reward=2 * PROMPTS // 2 * GROUP),
-        "far ahead, resumed": steps(folder, RETRACT | {"max_staleness": 3}, resume_after=1),
-        "filtered far ahead": steps(folder, FILTER | RETRACT | {"max_staleness": 2}, flat=2),
-        "filtered far ahead, resumed": steps(
+        "synchronous": run_steps(folder, {}),
+        "ahead": run_steps(folder, ahead),
+        "resumed": run_steps(folder, ahead, resume_after=2),
+        "filtered": run_steps(folder, FILTER, flat=2),
+        "filtered ahead": run_steps(folder, FILTER | ahead, flat=2),
+        "filtered, resumed": run_steps(folder, FILTER | ahead, flat=2, resume_after=2),
+        "far ahead": run_steps(folder, RETRACT | {"max_staleness": 3}),
+        "further than the run": run_steps(folder, RETRACT | {"max_staleness": 8}),
+        "far ahead, drained": run_steps(folder, {"max_staleness": 2}),
+        "replaced": run_steps(
+            folder, {"max_staleness": 2}, without_reward=2 * PROMPTS // 2 * GROUP
+        ),
+        "far ahead, resumed": run_steps(folder, RETRACT | {"max_staleness": 3}, resume_after=1),
+        "filtered far ahead": run_steps(folder, FILTER | RETRACT | {"max_staleness": 2}, flat=2),
+        "filtered far ahead, resumed": run_steps(
             folder, FILTER | RETRACT | {"max_staleness": 2}, flat=2, resume_after=2
         ),
-        "hopeless": steps(folder, FILTER, flat=1),
+        "hopeless": run_steps(folder, FILTER, flat=1),
         **{
-            f"restarted, {name}": restarted(folder, case[0], flat=case[1])
+            f"restarted, {name}": restart_ranks(folder, case[0], flat=case[1])
             for name, case in RESTARTS.items()
         },
-        "restarted, others": restarted(folder, RETRACT, same_weights=False),
+        "restarted, others": restart_ranks(folder, RETRACT, same_weights=False),
         "late": late_weights(folder),
-        "replayed": replayed(folder),
+        "replayed": read_saved_batch(folder),
     }
 
 
@@ -388,7 +393,7 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def runs(ranks) -> dict[str, Any]:
-    """Rank 0's view; ``test_both_ranks_see_the_same`` lets it stand for both."""
+    """The results of rank 0. ``test_both_ranks_see_the_same`` compares them with those of rank 1."""
     return ranks[0]
 
 
@@ -404,12 +409,12 @@ def test_ranks_that_start_again_repeat_steps_and_sample_what_is_missing(ranks, m
 
 
 def test_responses_of_other_weights_are_sampled_anew(ranks):
-    """Repeated steps made other weights, as they may on a GPU."""
+    """The repeated steps gave other weights, as they may on a GPU."""
     for rank in ranks:
         assert rank["restarted, others"]["new"] == PROMPTS // 2 * GROUP
 
 
-def drawn(seed: int = 3) -> list[int]:
+def sampler_order(seed: int = 3) -> list[int]:
     from megatron_dppo.data.sampling import ProblemSampler
 
     return ProblemSampler(64, seed).next(64 * 2)
@@ -422,7 +427,7 @@ def test_both_ranks_see_the_same(ranks):
 
 
 def test_batches_follow_the_sampler_whatever_the_mode(runs):
-    expected = [drawn()[i * PROMPTS : (i + 1) * PROMPTS] for i in range(STEPS)]
+    expected = [sampler_order()[i * PROMPTS : (i + 1) * PROMPTS] for i in range(STEPS)]
     unfiltered = [mode for mode, run in runs.items() if "problems" in run and "filter" not in mode]
     for mode in set(unfiltered) - {"hopeless"}:
         assert runs[mode]["problems"] == expected, mode
@@ -467,7 +472,7 @@ def test_generation_runs_beside_training_and_never_beside_an_update(runs):
 
 
 def test_a_replacement_is_waited_for_under_the_weights_that_the_trainer_has_by_then(runs):
-    """Step 3 is drawn before update 1 and judged when its turn comes."""
+    """The batch of step 3 is generated ahead. A replacement for its missing reward is generated only in step 3."""
     assert [e for e in runs["replaced"]["events"] if "step 3" in e] == [
         "start step 3: generate",
         "finish step 3: generate held 1",
@@ -487,7 +492,7 @@ def test_no_batch_begins_before_the_gate_opens(runs):
 
 
 def test_a_wait_counts_when_it_happened_whichever_batch_it_was_for(runs):
-    """Step 2 hands over after the wait for step 3, too, both within 5 s; step 4 has nothing to wait for."""
+    """Step 2 waits for its own batch and then for that of step 3: 2 s of 5 s. Step 4 waits for none."""
     shares = [f["rollout/trainers_waited"] for f in runs["far ahead, drained"]["figures"]]
     assert shares == [1 / 1, 2 / 5, 1 / 4, 0 / 3]
 
@@ -503,31 +508,31 @@ def test_an_update_that_interrupts_waits_for_no_batch(runs):
 
 
 def test_a_run_resumed_far_ahead_of_its_data_trains_on_every_prompt_once(runs):
-    """Later batches had drawn their first rounds before the last rounds of the batch that is checkpointed."""
+    """Later batches took the problems of their first rounds before the checkpointed batch took its last problems."""
     whole, resumed = runs["filtered far ahead"], runs["filtered far ahead, resumed"]
     assert any("returned" in sampler for sampler in whole["samplers"])
     assert resumed["problems"] == whole["problems"]
     assert resumed["samplers"] == whole["samplers"]
 
 
-def drawn_from(state: dict[str, Any]) -> list[int]:
-    """What a run draws that goes on from there."""
+def next_problems(state: dict[str, Any]) -> list[int]:
+    """Return the problems that a run takes next if it resumes from ``state``."""
     sampler = fresh_sampler()
     sampler.load_state_dict(state)
     return sampler.next(PROMPTS * STEPS)
 
 
 def test_the_checkpointed_position_is_the_one_before_prefetched_problems(runs):
-    stream = drawn()
+    stream = sampler_order()
     for mode in ("synchronous", "ahead", "resumed", "far ahead", "far ahead, resumed"):
         for step, state in enumerate(runs[mode]["samplers"], start=1):
             begin = PROMPTS * step
-            assert drawn_from(state) == stream[begin : begin + PROMPTS * STEPS], (mode, step)
+            assert next_problems(state) == stream[begin : begin + PROMPTS * STEPS], (mode, step)
 
 
 def expected_filtered(flat: int) -> tuple[list[list[int]], list[dict[str, int]]]:
-    """The batches of ``FILTER``, replayed by hand: rounds of 12, then twice what is missing."""
-    stream, position, batches, counts = drawn(), 0, [], []
+    """Return the batches and counts of ``FILTER``, computed from its rule: each round has twice the missing groups."""
+    stream, position, batches, counts = sampler_order(), 0, [], []
     for _ in range(STEPS):
         candidates: list[int] = []
         useful, rounds = [], 0
@@ -559,14 +564,14 @@ def test_groups_without_spread_are_replaced_in_the_sampler_s_order(runs):
         for found, expected in zip(runs[mode]["figures"], counts, strict=True):
             assert {k: found[k] for k in expected} == expected
     positions = {
-        mode: [drawn_from(s) for s in runs[mode]["samplers"]]
+        mode: [next_problems(s) for s in runs[mode]["samplers"]]
         for mode in ("filtered", "filtered ahead")
     }
     assert positions["filtered ahead"] == positions["filtered"]
 
 
 def test_no_two_responses_are_drawn_with_one_seed(ranks):
-    """On whichever rank, in whichever round; and with a batch ahead they are the same."""
+    """Seeds differ between ranks and rounds. A run that generates ahead has the same seeds as a synchronous run."""
     for mode in ("synchronous", "filtered"):
         seeds = [seed for found in ranks for seed in found[mode]["seeds"]]
         assert len(seeds) >= STEPS * PROMPTS * GROUP
@@ -582,14 +587,14 @@ def test_the_reported_reward_is_that_of_all_generated_groups(runs):
         assert figures["reward/groups_without_spread"] == pytest.approx(flat / count)
         assert figures["reward/mean_trained"] == 0.5
         assert figures["rollout/tokens"] == GROUP * (2 * count + flat)
-        # The engine says that it sampled one response of each group again.
+        # The scripted engine reports that it sampled one response of each group again.
         assert figures["rollout/timed_out"] == count
         assert figures["rollout/response_length"] == pytest.approx(2 + flat / count)
         assert figures["rollout/response_length_trained"] == 2
 
 
 def test_a_batch_that_finds_no_spread_is_filled_up(runs):
-    assert runs["hopeless"]["problems"][0] == drawn()[:PROMPTS]
+    assert runs["hopeless"]["problems"][0] == sampler_order()[:PROMPTS]
     figures = runs["hopeless"]["figures"][0]
     assert figures["rollout/groups_filled"] == PROMPTS
     assert figures["rollout/generation_rounds"] == 3
@@ -612,15 +617,17 @@ def test_rollouts_of_older_weights_are_refused(runs):
 
 
 def test_a_leader_reads_its_own_part_of_a_saved_batch(ranks):
-    drawn = ranks[0]["replayed"]["drawn"]
+    sampler_order = ranks[0]["replayed"]["drawn"]
     for rank, groups in enumerate(([0, 2], [1])):
         found = ranks[rank]["replayed"]["same"]
         assert found["own"] == {
-            p * GROUP + s: ([drawn[p], 1] + [3] * (1 + s), ["weight_version"])
+            p * GROUP + s: ([sampler_order[p], 1] + [3] * (1 + s), ["weight_version"])
             for p in groups
             for s in range(GROUP)
         }
-        assert found["outlines"] == [(p, s, 3 + s, float(s)) for p in drawn for s in range(GROUP)]
+        assert found["outlines"] == [
+            (p, s, 3 + s, float(s)) for p in sampler_order for s in range(GROUP)
+        ]
         assert found["reward"] == 0.5
 
 

@@ -1,4 +1,5 @@
-"""The head without logits over tensor-parallel ranks: equal to the dense twin, one all-reduce, loud on bad input."""
+"""The head without logits over tensor-parallel ranks: it equals the dense twin with one all-reduce, and bad input is an
+error."""
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def problem(columns, dtype):
 
 
 class Collectives(LiveTensors):
-    """Dtypes of what was reduced over ranks."""
+    """Records the dtypes of tensors that are reduced over ranks."""
 
     def __init__(self):
         super().__init__()
@@ -43,8 +44,8 @@ class Collectives(LiveTensors):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def results(columns, dtype_name, chunk_tokens):
-    """Worker: statistics, gradients and the float all-reduces, of this rank."""
+def results_worker(columns, dtype_name, chunk_tokens):
+    """Worker: return this rank's statistics, gradients and number of all-reduces of floats."""
     group, rank, ranks = join()
     hidden, weight, ids, topk, counted, weights = problem(columns, getattr(torch, dtype_name))
     width = columns // ranks
@@ -74,7 +75,9 @@ def results(columns, dtype_name, chunk_tokens):
     ],
 )
 def test_ranks_compute_what_the_dense_twin_does(ranks, columns, dtype, chunk_tokens):
-    found = run_ranks("tests.distributed.test_head:results", ranks, columns, dtype, chunk_tokens)
+    found = run_ranks(
+        "tests.distributed.test_head:results_worker", ranks, columns, dtype, chunk_tokens
+    )
     hidden, weight, ids, topk, counted, weights = problem(columns, getattr(torch, dtype))
     hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
     twin = dense_head_stats(
@@ -90,7 +93,7 @@ def test_ranks_compute_what_the_dense_twin_does(ranks, columns, dtype, chunk_tok
         "hidden": hidden.grad,
         "weight": weight.grad,
     }
-    # The caller sums a hidden state's gradient over ranks; a weight's is its shard's.
+    # The caller sums the gradients of hidden states over ranks. Each rank has the weight gradient of its shard.
     whole = {
         "hidden": sum(r["hidden"].double() for r in found),
         "weight": torch.cat([r["weight"] for r in found]),
@@ -109,8 +112,8 @@ def distance(value, expected):
     return float((value - expected).norm() / expected.norm())
 
 
-def disagreeing():
-    """Worker: ranks count other tokens, then none at all; what each says."""
+def disagreement_worker():
+    """Worker: ranks count different tokens, then no tokens. Return the error, and the result without tokens."""
     group, rank, ranks = join()
     hidden, weight, ids, *_ = problem(504, torch.float32)
     shard = weight[: 504 // ranks]
@@ -126,6 +129,6 @@ def disagreeing():
 
 
 def test_ranks_that_count_other_tokens_are_told():
-    for result in run_ranks("tests.distributed.test_head:disagreeing", 2):
+    for result in run_ranks("tests.distributed.test_head:disagreement_worker", 2):
         assert "tokens: [41, 40]" in result["error"]
         assert result["empty"].tolist() == [0.0] * T

@@ -1,4 +1,4 @@
-"""Which addresses of the machine this project's own listeners take, as the kernel says."""
+"""The addresses of this project's own listeners, as the kernel reports them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def listening() -> set[str]:
 
 
 def ranks_worker() -> list[str]:
-    """Every kind of listener that a rank opens: the rendezvous, a group, a further gloo group."""
+    """Open every kind of listener of a rank: the rendezvous, a group, a further gloo group. Return the addresses."""
     import torch
     import torch.distributed as dist
 
@@ -54,7 +54,7 @@ def test_a_store_listens_where_it_is_told() -> None:
     store = listening_store("localhost", 0, 1, timedelta(seconds=5))
     assert listening() - before <= {"127.0.0.1"}
     assert store.port > 0
-    # tests/ranks.py looks for the word, and takes another port.
+    # tests/ranks.py looks for the word EADDRINUSE in the error, and then takes another port.
     with pytest.raises(ListenError, match=rf"localhost:{store.port}: .* \(EADDRINUSE\)"):
         listening_store("localhost", store.port, 1, timedelta(seconds=5))
     with pytest.raises(ListenError, match=r"203\.0\.113\.9:0: .* \(EADDRNOTAVAIL\)"):
@@ -72,7 +72,7 @@ def test_an_interface_by_name_and_by_address() -> None:
         interface_address("eth9")
 
 
-def test_a_free_port_is_not_asked_of_the_world() -> None:
-    """The control: a listener on every interface shows as one."""
+def test_a_listener_on_every_interface_is_seen() -> None:
+    """A control of ``listening``: without it, the other tests would pass if ``listening`` missed such listeners."""
     with socket.create_server(("", 0)):
         assert "0.0.0.0" in listening() or "::" in listening()

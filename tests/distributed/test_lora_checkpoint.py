@@ -1,5 +1,6 @@
-"""Checkpoints of adapters: any layout resumes them and trains on as if nothing had happened; no other base, no other
-adapters do. And their export: PEFT's folder and the merged one give the trainer's log-probabilities in transformers.
+"""Checkpoints of adapters: one process resumes those of any layout and trains on in the same way. A trainer with
+another base or other adapters refuses them. Exports: transformers computes the trainer's log-probabilities with PEFT's
+folder and with the merged folder.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "dense TP2 bf16": (DENSE, {"tensor": 2}, {"dtype": "bfloat16"}),
 }
-"""Name -> (family, layout, what else differs from the single process's settings)."""
+"""Name -> (family, layout, other settings that differ from the single process)."""
 SLOW_LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_next TP2 EP2": ("qwen3_next", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
     "qwen3_5_moe TP2 ETP2 distributed optimizer": (
@@ -69,7 +70,7 @@ def prepare(folder: str, *families: str) -> None:
 
 
 def save_worker(folder: str, world_size: int, cases: list[str]) -> dict[str, list[float]]:
-    """Under each layout: two steps, a checkpoint, one step more. Gradient norms of the third step."""
+    """In each layout train two steps, save a checkpoint, and train a third step. Return its gradient norm."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     found = {}
@@ -87,7 +88,7 @@ def save_worker(folder: str, world_size: int, cases: list[str]) -> dict[str, lis
 
 
 def resume_worker(folder: str, cases: list[str]) -> dict[str, list[float]]:
-    """Each of them resumed in one process: the third step's gradient norm; and that others are refused."""
+    """Resume each checkpoint in one process. Return the third step's gradient norm. Check the refusals."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     found: dict[str, Any] = {}
@@ -124,7 +125,7 @@ def check_refusals(folder: str) -> None:
 
 
 def export_worker(folder: str, family: str, world_size: int) -> dict[str, Any]:
-    """Both exports of a trained policy, and the log-probabilities that it gives one sequence."""
+    """Train a policy and export it in both forms. Return its log-probabilities of one sequence."""
     from megatron_dppo.data.packing import pack
     from megatron_dppo.data.trajectory import Trajectory
 
@@ -145,8 +146,8 @@ def export_worker(folder: str, family: str, world_size: int) -> dict[str, Any]:
 
 
 def as_reference(folder: Path, family: str, world_size: int, batch: Any) -> torch.Tensor:
-    """What a run that starts from the exported adapters takes as its reference, once it has left them; a checkpoint
-    of it is not resumed with another reference."""
+    """Train from the exported adapters, and return the log-probabilities of the reference policy, which stays at the
+    exported adapters. Check that a checkpoint of this run is not resumed with another reference."""
     from megatron_dppo.config.schema import AlgorithmConfig
     from megatron_dppo.model.errors import CheckpointError
     from megatron_dppo.trainer.checkpoint.directory import read_manifest
@@ -194,16 +195,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.distributed.test_trainer_parity import VOCABULARY
     from tests.tiny_models import save_tiny_model
 
-    made = tmp_path_factory.mktemp("lora")
-    prepare(str(made), MOE, DENSE)
-    save_tiny_model(made / "other", MOE, vocab_size=VOCABULARY, layers=4, seed=1)
-    return made
+    folder = tmp_path_factory.mktemp("lora")
+    prepare(str(folder), MOE, DENSE)
+    save_tiny_model(folder / "other", MOE, vocab_size=VOCABULARY, layers=4, seed=1)
+    return folder
 
 
 @pytest.mark.distributed
 def test_every_layout_is_resumed_by_one_process_and_other_bases_are_refused(folder: Path) -> None:
     check_resumed(folder, list(LAYOUTS))
-    converted_by_the_tool(folder)
+    check_conversion_by_tool(folder)
     stored = next((folder / "EP2").glob("*/manifest.json"))
     assert len(json.loads(stored.read_text())["model"]["base_sha256"]) == 64
     weights = sum(p.stat().st_size for p in stored.parent.glob("*.distcp"))
@@ -215,14 +216,14 @@ def check_resumed(folder: Path, cases: list[str]) -> None:
     saved, *_ = run_ranks(f"{HERE}:save_worker", 2, str(folder), 2, cases)
     (resumed,) = run_ranks(f"{HERE}:resume_worker", 1, str(folder), cases)
     for name in cases:
-        rough = "bf16" in name
-        assert resumed[name] == pytest.approx(saved[name], rel=2e-2 if rough else 1e-5), name
+        is_rough = "bf16" in name
+        assert resumed[name] == pytest.approx(saved[name], rel=2e-2 if is_rough else 1e-5), name
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_adapters_of_delta_nets_are_resumed_and_converted(tmp_path: Path) -> None:
-    """Two ranks hold three parts each of the B of a delta net's queries, keys and values."""
+    """Each of two ranks holds three parts of B of a delta net's queries, keys and values."""
     from megatron_dppo import convert
     from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 
@@ -240,8 +241,8 @@ def test_adapters_of_delta_nets_are_resumed_and_converted(tmp_path: Path) -> Non
             assert not torch.equal(reader.read(weight), plain.read(weight))
 
 
-def converted_by_the_tool(folder: Path) -> None:
-    """A checkpoint of each kind of experts -> PEFT -> merged; refused for another base and for routers."""
+def check_conversion_by_tool(folder: Path) -> None:
+    """Assert that the tool converts and merges adapters of each kind of experts. It refuses other bases and routers."""
     from megatron_dppo import convert
     from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 

@@ -1,8 +1,8 @@
-"""Adapters train in every layout as in one process, and there as PEFT's do on Hugging Face's model.
+"""Adapters train in every layout as in one process, and in one process as PEFT's adapters of Hugging Face's model.
 
-Three optimiser steps of the policy loss in fp32, as in ``test_trainer_parity``, from adapters that are random in A and
-B: losses, gradient norms, the first step's gradients of every A and B, and what they are in the end. PEFT's model is
-run sequence by sequence, without packing, and updated by torch's AdamW.
+The tests compare three optimiser steps of the policy loss in fp32, as in ``test_trainer_parity``, from adapters that
+are random in A and B: losses, gradient norms, the first step's gradients of every A and B, and their values after the
+last step. PEFT's model is run sequence by sequence, without packing, and updated by torch's AdamW.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ SLOW_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe", {"layers": 4}, EVERYTHING),
 }
 ALL_KINDS = KINDS | SLOW_KINDS
-JUDGED = ("moe", "dense", "some", "head")
-JUDGED_SLOWLY = (
+PEFT_KINDS = ("moe", "dense", "some", "head")
+SLOW_PEFT_KINDS = (
     "dense layer first",
     "latents",
     "queries without a latent",
@@ -173,18 +173,18 @@ FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def bound_of(kind: str) -> float:
-    """The largest distance of a kind: TOLERANCE, or that of its family in WIDER."""
+    """Return the largest distance that a kind may have: its family's in WIDER, or TOLERANCE."""
     family, *_ = ALL_KINDS[kind]
     return WIDER.get(family, TOLERANCE)
 
 
 def section_of(folder: str, kind: str) -> dict[str, Any]:
-    """The ``lora:`` section, starting from the kind's random adapters."""
+    """Return the kind's ``lora:`` section, which starts from its random adapters."""
     return {**ALL_KINDS[kind][2], "start_from": str(Path(folder) / f"{kind}-adapters")}
 
 
 def train(folder: str, kind: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict:
-    """Three steps; on global rank 0 also gradients and adapters by name."""
+    """Train three steps. Return the results, on global rank 0 also gradients and adapters by name."""
     from tests.distributed.test_router_replay import make_trainer, recorded_samples
 
     is_replayed = kind == "replayed"
@@ -213,7 +213,7 @@ def named_tensors(buckets: Any) -> dict[str, torch.Tensor]:
 
 
 def whole_gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """Of every A and B, gathered as they are."""
+    """Return the gradients of every A and B, gathered like the adapters themselves."""
     parameters = [p for m in trainer.adapted.modules for p in m.parameters()]
     held = [p.data for p in parameters]
     for p in parameters:
@@ -225,8 +225,8 @@ def whole_gradients(trainer: Any) -> dict[str, torch.Tensor]:
             p.data = data
 
 
-def reference_worker(folder: str, kinds: list[str], judged: list[str]) -> dict[str, Any]:
-    """Make models and adapters, and train each in one process: ours, and PEFT's."""
+def reference_worker(folder: str, kinds: list[str], peft_kinds: list[str]) -> dict[str, Any]:
+    """Make models and adapters. Train each kind in one process, and ``peft_kinds`` also by PEFT."""
     from tests.adapters import save_random_adapters
     from tests.tiny_models import save_tiny_model
 
@@ -236,13 +236,13 @@ def reference_worker(folder: str, kinds: list[str], judged: list[str]) -> dict[s
         hf_dir = save_tiny_model(Path(folder) / kind, family, **made)
         save_random_adapters(Path(folder) / f"{kind}-adapters", hf_dir, section)
         torch.save(train(folder, kind, {}, {}), Path(folder) / f"{kind}.pt")
-        if kind in judged:
+        if kind in peft_kinds:
             torch.save(judge(folder, kind), Path(folder) / f"{kind}-peft.pt")
     return {}
 
 
 def layout_worker(folder: str, cases: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Train every case; on rank 0 the distances from the single process."""
+    """Train every case. On rank 0 return the distances from the single process."""
     report = {}
     for name, (kind, parallel, changes) in cases.items():
         got = train(folder, kind, {**parallel, "world_size": world_size}, CHUNKS | changes)
@@ -253,7 +253,7 @@ def layout_worker(folder: str, cases: dict[str, Any], world_size: int) -> dict[s
 
 
 def judge(folder: str, kind: str) -> dict[str, Any]:
-    """The same three steps of PEFT's model: gradients, norms, losses, adapters."""
+    """Train the same three steps by PEFT. Return gradients, norms, losses and adapters."""
     from tests.adapters import peft_model
 
     model, trained = peft_model(str(Path(folder) / kind), str(Path(folder) / f"{kind}-adapters"))
@@ -272,7 +272,7 @@ def judge(folder: str, kind: str) -> dict[str, Any]:
             (sums.loss / 200.0).backward()
             total = sums.metrics if total is None else total + sums.metrics
         norm = torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
-        if step == 0:  # clipped, as ours are where they are read
+        if step == 0:  # The trainer's gradients are read after clipping, too.
             out["gradients"] = {n: p.grad.clone() for n, p in named.items()}
         optimizer.param_groups[0]["lr"] = 1e-3 * min(1, (step + 1) / 2)
         optimizer.step()
@@ -283,7 +283,7 @@ def judge(folder: str, kind: str) -> dict[str, Any]:
 
 
 def log_probs(model: Any, batch: Any) -> torch.Tensor:
-    """log pi of a pack's targets, a sequence at a time."""
+    """Return log pi of a pack's targets, computed one sequence at a time."""
     bounds = batch.cu_seqlens.tolist()
     rows = [
         model(batch.token_ids[None, low:high]).logits[0] / 0.9 for low, high in pairwise(bounds)
@@ -294,12 +294,12 @@ def log_probs(model: Any, batch: Any) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
-    run_ranks(HERE + "reference_worker", 1, str(folder), list(KINDS), list(JUDGED))
+    run_ranks(HERE + "reference_worker", 1, str(folder), list(KINDS), list(PEFT_KINDS))
     return folder
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", JUDGED)
+@pytest.mark.parametrize("kind", PEFT_KINDS)
 def test_one_process_trains_as_peft_does(reference: Path, kind: str) -> None:
     check_against_peft(reference, kind)
 
@@ -330,9 +330,9 @@ def test_layouts_train_as_one_process_does(
 def test_adapters_of_mixed_stacks_train_as_one_process_and_as_peft_does(
     tmp_path: Path, kind: str
 ) -> None:
-    judged = [kind] if kind in JUDGED_SLOWLY else []
-    run_ranks(HERE + "reference_worker", 1, str(tmp_path), [kind], judged)
-    if judged:
+    peft_kinds = [kind] if kind in SLOW_PEFT_KINDS else []
+    run_ranks(HERE + "reference_worker", 1, str(tmp_path), [kind], peft_kinds)
+    if peft_kinds:
         check_against_peft(tmp_path, kind)
     cases = {name: (kind, *layout) for name, layout in SLOW[kind].items()}
     check_layouts(tmp_path, 2, cases)

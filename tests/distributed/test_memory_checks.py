@@ -1,4 +1,4 @@
-"""A bit that flips in the memory of one of two replicas is named: in a weight, a master, a moment."""
+"""A bit that flips in a weight, a master or a moment of one of two replicas is found, and its tensor is named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def flip_a_bit(tensor: torch.Tensor) -> None:
 
 
 def flips_worker(folder: str, family: str) -> dict[str, Any]:
-    """The error of each planted flip on rank 1, by place; "none" has no flip."""
+    """Return the error of each flip on rank 1, by place; "none" is without a flip."""
     from megatron_dppo.trainer.checkpoint.state import state_slices
     from megatron_dppo.trainer.memory_checks import MemoryChecks
     from tests.distributed.test_checkpoint import make_trainer, train
@@ -58,9 +58,7 @@ def flips_worker(folder: str, family: str) -> dict[str, Any]:
             found[f"{dtype} {name} later"] = error_of(checks.check_optimizer)
             if dtype == "float32":
                 found[f"{dtype} {name} after a step"] = error_of(
-                    lambda checks=checks: MemoryChecks.remember_optimizer(
-                        MemoryChecks(checks._trainer), 3
-                    )
+                    lambda checks=checks: MemoryChecks(checks._trainer).remember_optimizer(3)
                 )
             if is_faulty:
                 flip_a_bit(tensor)
@@ -74,7 +72,7 @@ def flips_worker(folder: str, family: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
 def test_a_flipped_bit_is_named_on_every_rank(tmp_path: Path, family: str) -> None:
-    """``qwen3`` is the dense twin, ``bfloat16`` has the distributed optimizer, whose masters are cut into slices."""
+    """``qwen3`` is dense. With ``bfloat16`` the optimizer is distributed, and its masters are cut into slices."""
     from tests.tiny_models import save_tiny_model
 
     save_tiny_model(tmp_path / family, family, vocab_size=VOCABULARY)
@@ -108,7 +106,7 @@ def test_a_flipped_bit_is_named_on_every_rank(tmp_path: Path, family: str) -> No
 
 
 def runs_worker(folder: str, config_file: str) -> list[str]:
-    """Errors of three runs of two replicas: without a flip, one that restores twice, one that stops."""
+    """Return the errors of three runs of two replicas: one without a flip, one that restores twice, one that stops."""
     import torch.distributed as dist
 
     from megatron_dppo.config import load_config
@@ -122,7 +120,7 @@ def runs_worker(folder: str, config_file: str) -> list[str]:
     planned: set[str] = set()
 
     def step_with_flips(self: run.Run) -> None:
-        """Flip a bit of rank 1 after step 1, and one of its moments after step 2, each once."""
+        """On rank 1 flip a bit of a weight after step 1, and a bit of a moment after step 2, each once."""
         place = {1: "weight", 2: "moment"}.get(self.state.step)
         if place in planned:
             planned.remove(place)

@@ -1,4 +1,4 @@
-"""Megatron's own modules of the full Qwen3-30B-A3B, built without memory, have the shapes of the conversion's rules."""
+"""Megatron's modules of the full Qwen3-30B-A3B, built on the meta device, have the shapes of the conversion rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNEVEN = [
 CASES = {
     # 48 layers of 7 dense parameters and 2 for each of 16 experts; embedding, final norm, output; ranks 0 and 15.
     "TP4 EP8": ([], 2 * (48 * (7 + 2 * 16) + 3)),
-    # 24 layers and 32 experts on the first stage and on the last, with the ends shared out.
+    # 24 layers and 32 experts on the first stage and on the last. One has the embedding, the other norm and output.
     "TP2 PP2 VPP2 EP4": (PIPELINE, 2 * 24 * (7 + 2 * 32) + 3),
     # 6 layers on the first stage, 10 on the last, 16 on each of the others.
     "TP2 PP4 VPP2 EP4": (UNEVEN, (6 + 10) * (7 + 2 * 32) + 3),
@@ -28,7 +28,7 @@ CASES = {
 
 
 def worker() -> dict[str, Any]:
-    """By case (ranks, parameters, problems); and what a comparison of different shapes says."""
+    """Return (ranks, parameters, faults) of each case, and the report on shapes that differ."""
     from megatron_dppo.config import load_config
     from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.trainer.model import compare_with_rules, differences
@@ -39,8 +39,9 @@ def worker() -> dict[str, Any]:
     for name, (changes, _) in CASES.items():
         found = compare_with_rules(load_config(recipe, changes), shape)
         out[name] = [list(found.ranks), found.parameters, list(found.faults)]
-    made = {(0, "a.weight"): (2, 3), (0, "b.weight"): (4,)}
-    out["differences"] = list(differences(made, {(0, "a.weight"): (3, 2), (1, "c.weight"): (5,)}))
+    megatron_shapes = {(0, "a.weight"): (2, 3), (0, "b.weight"): (4,)}
+    rule_shapes = {(0, "a.weight"): (3, 2), (1, "c.weight"): (5,)}
+    out["differences"] = list(differences(megatron_shapes, rule_shapes))
     return out
 
 

@@ -21,14 +21,14 @@ HALF: dict[str, Any] = {
     "optimizer_offload_fraction": 0.5,
     "overlap_cpu_optimizer_d2h_h2d": True,
 }
-# parallel section, megatron_optimizer
+# Name -> parallel section, and ``megatron_optimizer``.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "masters on both": ({"expert": 2}, OFFLOAD),
     "masters on the host": ({"tensor": 2}, AWARE),
     "half on the host": ({"expert": 2}, HALF),
 }
 TOLERANCE = 2e-3
-"""Of bfloat16 weights after four steps: torch's fused Adam rounds in another order than its plain one."""
+"""For bfloat16 weights after four steps: torch's fused Adam rounds in another order than the plain Adam."""
 
 
 def make_trainer(hf_dir: str, parallel: dict[str, Any], optimizer: dict[str, Any]) -> Any:
@@ -40,7 +40,7 @@ def make_trainer(hf_dir: str, parallel: dict[str, Any], optimizer: dict[str, Any
 
 
 def rank_weights(trainer: Any) -> dict[str, torch.Tensor]:
-    """The weights of this rank."""
+    """Return the weights of this rank."""
     return {
         f"{i} {name}": p.detach().clone()
         for i, chunk in enumerate(trainer.chunks)
@@ -49,7 +49,7 @@ def rank_weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def adam_state(trainer: Any) -> dict[str, torch.Tensor]:
-    """Moments and masters of this rank."""
+    """Return the moments and masters of this rank."""
     from megatron_dppo.trainer.checkpoint.state import optimizer_steps, state_slices
 
     slices = state_slices(trainer.optimizer)
@@ -66,7 +66,8 @@ def worker(folder: str) -> dict[str, Any]:
 
 
 def outcome(folder: str, name: str) -> dict[str, Any]:
-    """What a case trains, and what is the same after a restart, under a plain optimizer, and after parking."""
+    """Train a case. Return the distances from a plain optimizer, and which states are equal after a restart, a
+    change of the optimizer, and parking."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     parallel, options = CASES[name]

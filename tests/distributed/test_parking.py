@@ -1,4 +1,5 @@
-"""A trainer that is parked between its steps trains as one that never is, bit for bit; its memory is free meanwhile."""
+"""A trainer that is parked between its steps trains like a trainer that is never parked, bit for bit. While it is
+parked, its memory is free."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "qwen3_moe", {"tensor": 2}, {**BFLOAT16, "distributed": True},
     ),
     "DP2 bf16, distributed optimizer": ("qwen3", {}, {**BFLOAT16, "distributed": True}),
-    # The optimizer then has fp32 copies of the gradients.
+    # With bf16 gradients, the optimizer has fp32 copies of them.
     "DP2 bf16, gradients of bf16": (
         "qwen3", {}, {**BFLOAT16, "ddp": {"grad_reduce_in_fp32": False}},
     ),
@@ -50,12 +51,12 @@ SIZES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
         "qwen3_moe", {"hidden": 256, "vocab_size": 24_000, **EXPERTS}, BFLOAT16, 14 / 18,
     ),
 }  # fmt: skip
-"""Family, shape, settings; and the share of the parked bytes that the host keeps: all but the gradients'."""
+"""Name -> family, shape, settings, and the share of the parked bytes that the host keeps: all except the gradients."""
 TOLERANCE = 0.1
 
 
 def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any], *, parks: bool) -> Any:
-    """Everything that a run leaves: metrics, norms, log-probabilities, weights and optimizer state."""
+    """Train, and return every result: metrics, norms, log-probabilities, weights and optimizer state."""
     from megatron_dppo.trainer.trainer import Trainer
 
     trainer = Trainer(run_config(hf_dir, {**parallel, "world_size": 2}, changes))
@@ -77,7 +78,7 @@ def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any], *, par
 
 
 def _park_in_the_order_of_a_step(trainer: Any, step: int) -> None:
-    """All at once, or with the weights as long as an update of the engines reads them."""
+    """Park everything at once in even steps. In odd steps park the weights last, after an update has read them."""
     if step % 2:
         trainer.park(["gradients", "optimizer"])
         weights = dict(trainer.weights())
@@ -92,7 +93,7 @@ def _park_in_the_order_of_a_step(trainer: Any, step: int) -> None:
 
 
 def _optimizer_gradients(trainer: Any) -> list[torch.Tensor]:
-    """The gradients that the optimizer's parameters have."""
+    """Return the gradients of the optimizer's parameters."""
     groups = [
         group
         for part in trainer.optimizer.chained_optimizers
@@ -102,7 +103,7 @@ def _optimizer_gradients(trainer: Any) -> list[torch.Tensor]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """To the bit; a NaN equals itself."""
+    """Whether ``a`` and ``b`` are equal bit for bit. A NaN equals itself."""
     if isinstance(a, torch.Tensor):
         ours, theirs = (t.reshape(-1).view(torch.uint8) for t in (a, b))
         return a.dtype == b.dtype and torch.equal(ours, theirs)
@@ -112,20 +113,23 @@ def same(a: Any, b: Any) -> bool:
 
 
 def worker(folder: str, cases: dict[str, Any]) -> dict[str, Any]:
-    """Which results of each case are the same; what a parked trainer refuses; the memory of models of some sizes."""
-    found: dict[str, Any] = {}
+    """Return whether parking keeps each result of each case, the report of ``checkpoint``, and the memory of models of
+    several sizes."""
+    reports: dict[str, Any] = {}
     for name, (family, parallel, changes) in cases.items():
         hf_dir = str(Path(folder) / family)
-        never, always = (train(hf_dir, parallel, changes, parks=p) for p in (False, True))
-        found[name] = [same(a, b) for a, b in zip(never, always, strict=True)]
-    found["checkpoint"] = checkpoint(folder)
+        expected = train(hf_dir, parallel, changes, parks=False)
+        parked = train(hf_dir, parallel, changes, parks=True)
+        reports[name] = [same(a, b) for a, b in zip(expected, parked, strict=True)]
+    reports["checkpoint"] = checkpoint(folder)
     for name, (_, _, changes, _) in SIZES.items():
-        found[name] = memory(str(Path(folder) / name), changes)
-    return found
+        reports[name] = memory(str(Path(folder) / name), changes)
+    return reports
 
 
 def checkpoint(folder: str) -> dict[str, Any]:
-    """One is written in the background while its trainer is parked; what a parked trainer refuses."""
+    """Write a checkpoint in the background while its trainer is parked. Return whether the checkpoint restores each
+    tensor, and the errors of uses of a parked trainer."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
     from megatron_dppo.trainer.trainer import Trainer
     from megatron_dppo.trainer.weight_source import TrainerWeights
@@ -170,7 +174,7 @@ def checkpoint(folder: str) -> dict[str, Any]:
 
 
 def memory(hf_dir: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Resident bytes before, while and after a trainer is parked; bytes of its storages meanwhile."""
+    """Return the resident bytes before, while and after a trainer is parked, and the bytes of its parked storages."""
     from megatron_dppo.trainer import platform
     from megatron_dppo.trainer.trainer import Trainer
 
@@ -193,7 +197,8 @@ def memory(hf_dir: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
-    """Without pages of files: libraries' code comes when it first runs and goes when others need memory."""
+    """Return this process's resident bytes without pages of files. Libraries' code is loaded when it first runs, and
+    dropped when other processes need memory."""
     status = Path("/proc/self/status").read_text()
     sizes = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.MULTILINE)
     assert len(sizes) == 2
@@ -201,7 +206,7 @@ def resident_bytes() -> int:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("models")
     save_tiny_model(folder / "qwen3_moe", "qwen3_moe", vocab_size=VOCABULARY)
     save_tiny_model(folder / "qwen3", "qwen3", vocab_size=VOCABULARY, tied=True)
@@ -212,17 +217,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
-def test_parking_changes_no_bit(case: str, found: tuple[Path, list[dict[str, Any]]]) -> None:
-    for rank in found[1]:
+def test_parking_changes_no_bit(case: str, reports: tuple[Path, list[dict[str, Any]]]) -> None:
+    for rank in reports[1]:
         assert len(rank[case]) > 3 * STEPS
         assert all(rank[case])
 
 
 @pytest.mark.distributed
 def test_a_checkpoint_in_the_background_and_a_parked_trainer(
-    found: tuple[Path, list[dict[str, Any]]],
+    reports: tuple[Path, list[dict[str, Any]]],
 ) -> None:
-    for rank in found[1]:
+    for rank in reports[1]:
         report = rank["checkpoint"]
         assert all(report["restored"])
         assert {kind for kind, _ in report["refused"].values()} == {"ParkedError"}
@@ -232,13 +237,13 @@ def test_a_checkpoint_in_the_background_and_a_parked_trainer(
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", SIZES)
 def test_memory_falls_by_what_the_planner_says(
-    size: str, found: tuple[Path, list[dict[str, Any]]]
+    size: str, reports: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     from megatron_dppo.cluster.planner.facts import trainer_facts
     from megatron_dppo.cluster.planner.trainer_state import parked_bytes, state_bytes
     from megatron_dppo.model.families import load_model_shape
 
-    folder, ranks = found
+    folder, ranks = reports
     _, _, changes, copied = SIZES[size]
     config = run_config(str(folder / size), {"world_size": 2}, changes)
     job = trainer_facts(config, load_model_shape(folder / size), 1, 256, gpu=False)
@@ -253,6 +258,6 @@ def test_memory_falls_by_what_the_planner_says(
         assert sum(report["moved"].values()) == pytest.approx(planned, rel=0.01)
         assert report["copied"] == pytest.approx(planned * copied, rel=0.01)
         # The process's other memory may only shrink meanwhile: a thread of gloo releases buffers of the step whenever
-        # it gets a core. So memory falls by no less than planned, and rises by no more.
+        # it gets a core. So parking frees no less than planned, and unparking takes no more.
         assert resident - parked > planned * (1 - TOLERANCE)
         assert back - parked < planned * (1 + TOLERANCE)

@@ -1,8 +1,8 @@
-"""What the planner says a rank holds, against tensors counted in the real trainer, layout by layout.
+"""The planner's bytes of a rank against the tensors of the real trainer, layout by layout.
 
 Weights, gradients and optimizer state are counted by storage after a step; activations by the tensors that autograd
-saves, at their peak within the step. Experts are not asked alike by a random model, so activations are compared as the
-mean over the ranks of a pipeline stage.
+saves, at their peak within the step. A random model does not give all experts the same number of tokens, so activations
+are compared as the mean over the ranks of a pipeline stage.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ STATE_ONLY = {
     "TP2 EP2 LoRA shared router distributed optimizer",
     "delta nets TP2 EP2 LoRA fp32",
 }
-"""What trained routers keep beside frozen layers is not counted, and of delta nets only what their kernels keep on a
-GPU."""
+"""Cases whose activations are not compared. The planner does not count what trained routers keep beside frozen layers,
+and of delta nets it counts only what their kernels keep on a GPU."""
 
 
 def measure(folder: str, cases: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Bytes by case on this rank: weights, gradients, optimizer, activations."""
+    """Return the bytes of each case on this rank: weights, gradients, optimizer, activations."""
     return {
         name: _measure(str(Path(folder) / family), parallel, {"dtype": "bfloat16", **changes})
         for name, (family, parallel, changes) in cases.items()
@@ -117,8 +117,10 @@ def _batches(dp_rank: int, pad_multiple: int, multiple: int) -> list:
     ]  # fmt: skip
 
 
-def planned(family: str, parallel: dict[str, Any], changes: dict[str, Any], folder: Path) -> list:
-    """(state, activations) of each rank of the case."""
+def plan_ranks(
+    family: str, parallel: dict[str, Any], changes: dict[str, Any], folder: Path
+) -> list:
+    """Return the planned (state, activations) of each rank of the case."""
     from megatron_dppo.cluster.planner.activations import activation_bytes
     from megatron_dppo.cluster.planner.facts import trainer_facts
     from megatron_dppo.cluster.planner.trainer_state import state_bytes
@@ -135,7 +137,7 @@ def planned(family: str, parallel: dict[str, Any], changes: dict[str, Any], fold
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+def measurements(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     folder = tmp_path_factory.mktemp("models")
     save_tiny_model(folder / "qwen3_moe", "qwen3_moe", layers=LAYERS)
     save_tiny_model(folder / "olmoe", "olmoe", layers=LAYERS)
@@ -148,9 +150,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_planned_is_measured(name: str, found: tuple[Path, list[dict]]) -> None:
-    folder, ranks = found
-    expected = planned(*CASES[name], folder)
+def test_planned_is_measured(name: str, measurements: tuple[Path, list[dict]]) -> None:
+    folder, ranks = measurements
+    expected = plan_ranks(*CASES[name], folder)
     for (state, _), rank in zip(expected, ranks, strict=True):
         for part in ("weights", "gradients", "optimizer"):
             assert getattr(state, part) == pytest.approx(rank[name][part], rel=STATE_TOLERANCE), (

@@ -1,5 +1,5 @@
-"""policy_stats over tensor-parallel gloo ranks: equal to one rank and to the dense twin, loud on
-bad input.
+"""policy_stats over tensor-parallel gloo ranks: the results equal those of one rank and of the dense
+twin, and bad input is an error on every rank.
 """
 
 import datetime
@@ -19,11 +19,11 @@ T, V, K = 23, 1001, 5
 
 
 def problem(columns, dtype=torch.float32, vocabulary=V):
-    """Logits padded to ``columns``, ids, Top-K ids and the weights of the loss."""
+    """Return logits padded to ``columns``, ids, Top-K ids and the weights of the loss."""
     g = torch.Generator().manual_seed(11)
     logits = (torch.randn(T, columns, generator=g, dtype=torch.float64) * 3).to(dtype)
     ids = torch.randint(0, vocabulary, (T,), generator=g)
-    # Distinct but for the sampled id, which any of them may be.
+    # The ids of a row are distinct, except that any of them may equal the sampled id in column 0.
     topk = torch.rand(T, vocabulary - 4, generator=g).topk(K).indices + 2
     topk[:, 0] = ids
     topk[:4, 1] = torch.tensor([0, vocabulary - 1, 1, -1])
@@ -38,14 +38,14 @@ def join():
 
 
 def loss_at_ids(stats, weights, topk):
-    at_ids = torch.randn(T, K, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    id_weights = torch.randn(T, K, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     values = torch.where(topk >= 0, stats.topk_log_probs, 0.0)
-    of_others = (stats.log_probs * weights[0]).sum() + (stats.entropy * weights[1]).sum()
-    return of_others + (values * at_ids).sum()
+    other_terms = (stats.log_probs * weights[0]).sum() + (stats.entropy * weights[1]).sum()
+    return other_terms + (values * id_weights).sum()
 
 
 def statistics(cases):
-    """Worker: of each case log-probs, Top-K, entropy, and this rank's piece of the gradient."""
+    """Worker: return log-probabilities, Top-K, entropy and this rank's part of the gradient for each case."""
     group, rank, ranks = join()
     return [statistics_of(group, rank, ranks, *case) for case in cases]
 
@@ -54,20 +54,20 @@ def statistics_of(group, rank, ranks, dtype_name, backend, columns, vocabulary):
     logits, ids, topk, weights = problem(columns, getattr(torch, dtype_name), vocabulary)
     width = columns // ranks
     leaf = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
-    counted, plain = [], dist.all_reduce
+    reduced_dtypes, plain = [], dist.all_reduce
 
-    def counting(tensor, *args, **kwargs):
-        counted.append(tensor.dtype)
+    def counting_all_reduce(tensor, *args, **kwargs):
+        reduced_dtypes.append(tensor.dtype)
         return plain(tensor, *args, **kwargs)
 
-    dist.all_reduce = counting
+    dist.all_reduce = counting_all_reduce
     stats = policy_stats(
         leaf, ids, group, vocab_size=vocabulary, temperature=0.9, topk_ids=topk, with_entropy=True,
         with_squares=True, backend=backend,
     )  # fmt: skip
     ((stats.log_probs * weights[0]).sum() + (stats.entropy * weights[1]).sum()).backward()
     dist.all_reduce = plain
-    payloads = sum(t.is_floating_point for t in counted)
+    payloads = sum(dtype.is_floating_point for dtype in reduced_dtypes)
     through_ids = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
     again = policy_stats(
         through_ids, ids, group, vocab_size=vocabulary, temperature=0.9, topk_ids=topk,
@@ -88,12 +88,8 @@ CASES = {
         ("float64", "eager", 1008, V),
     ],
     3: [
-        (
-            "float32",
-            "cpp",
-            1152,
-            V,
-        ),  # 3 x 384, as Megatron-Core pads: rank 2 holds 233 true columns
+        # 3 x 384, as Megatron-Core pads: rank 2 holds 233 true columns.
+        ("float32", "cpp", 1152, V),
         ("bfloat16", "cpp", 1152, V),
         ("float64", "eager", 1152, V),
         ("float32", "eager", 1536, V),  # 3 x 512: rank 1 holds 489, rank 2 none
@@ -110,14 +106,14 @@ CASES = {
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_ranks_agree_with_the_dense_twin(ranks):
-    """Also where a rank's shard is padding alone: it neither fails nor leaves the others waiting."""
+    """A rank whose shard is only padding neither fails nor leaves the other ranks waiting."""
     by_rank = run_ranks("tests.distributed.test_policy_stats:statistics", ranks, CASES[ranks])
     for case, *results in zip(CASES[ranks], *by_rank, strict=True):
         check(results, *case)
 
 
 def check(results, dtype, backend, columns, vocabulary):
-    """Every rank's results against the twin's, and with each other."""
+    """Assert that every rank's results equal the twin's and the other ranks'."""
     logits, ids, topk, weights = problem(columns, getattr(torch, dtype), vocabulary)
     leaf = logits.double().requires_grad_()
     twin = dense_policy_stats(
@@ -136,10 +132,10 @@ def check(results, dtype, backend, columns, vocabulary):
             assert torch.equal(r[name], results[0][name])  # bit for bit on every rank
     assert results[0]["topk"][3, 1] == -math.inf
     again = logits.detach().double().clone().requires_grad_()
-    at_ids = dense_policy_stats(
+    twin_through_ids = dense_policy_stats(
         again, ids, vocab_size=vocabulary, temperature=0.9, topk_ids=topk, with_entropy=True
     )
-    loss_at_ids(at_ids, weights, topk).backward()
+    loss_at_ids(twin_through_ids, weights, topk).backward()
     limit = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 2**-8}[dtype]
     for name, expected in (("grad", leaf.grad), ("through_ids", again.grad)):
         grad = torch.cat([r[name] for r in results], 1).double()
@@ -177,7 +173,7 @@ MESSAGES = {
 
 
 def bad_calls():
-    """Worker: the error of each bad call; the group works after all of them."""
+    """Worker: return the error of each bad call, and the result of a good call after all of them."""
     group, rank, _ = join()
     errors = {}
     for name, change in BAD.items():

@@ -1,4 +1,4 @@
-"""Where real ranks go on from when checkpoints are damaged, or gone."""
+"""The step from which real ranks continue if checkpoints are damaged or gone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def resume_worker(folder: str) -> dict[str, Any]:
-    """Checkpoints of steps 1 and 2; then starts with the last one damaged, and with all of them gone."""
+    """Save checkpoints of steps 1 and 2. Then start with the second one damaged, and with all checkpoints gone."""
     import torch.distributed as dist
 
     from megatron_dppo.loop.input_hashes import BackgroundHashes
@@ -38,22 +38,24 @@ def resume_worker(folder: str) -> dict[str, Any]:
     from tests.distributed.test_checkpoint import make_trainer, names_in, train
 
     trainer = make_trainer(f"{folder}/hf", {"tensor": 2}, False, "float32", 2)
-    at, rank = Path(folder) / "run", trainer.topology.rank
-    store = CheckpointStore(at / "checkpoints", 2)
+    run_folder, rank = Path(folder) / "run", trainer.topology.rank
+    store = CheckpointStore(run_folder / "checkpoints", 2)
     identity = identity_of(trainer.config, "abc")
     for step in (1, 2):
         train(trainer, 1)
         weights = {trainer.weights_form(): trainer.weights_digest()}
         store.save(trainer, step, RunState(step, {}, identity, weights=weights).to_json())
     if rank == 0:
-        remember_checkpoint(at, 2)
+        remember_checkpoint(run_folder, 2)
         records = "".join(json.dumps({"step": step}) + "\n" for step in range(3))
-        (at / "metrics.jsonl").write_text(records)
-        flip_a_bit(at / "checkpoints" / "step_000002" / "__1_0.distcp")
+        (run_folder / "metrics.jsonl").write_text(records)
+        flip_a_bit(run_folder / "checkpoints" / "step_000002" / "__1_0.distcp")
     dist.barrier()
 
     def start(resume_word: str = "auto", on_damage: str = "refuse") -> str:
-        run = trainer.config.run.model_copy(update={"directory": str(at), "resume": resume_word})
+        run = trainer.config.run.model_copy(
+            update={"directory": str(run_folder), "resume": resume_word}
+        )
         checkpoint = trainer.config.checkpoint.model_copy(update={"on_damage": on_damage})
         try:
             state = resume(
@@ -73,25 +75,26 @@ def resume_worker(folder: str) -> dict[str, Any]:
         "refused": start(),
         "previous": start(on_damage="previous"),
     }
-    out["renamed"] = names_in(at / "checkpoints")
+    out["renamed"] = names_in(run_folder / "checkpoints")
     out["again"] = start()
-    # Weights that another step's hash is remembered for, as if memory had changed before they were written.
+    # Save weights with another step's hash, as if memory had changed before they were written.
     train(trainer, 2)
     store.save(trainer, 3, RunState(3, {}, identity, weights=weights).to_json())
     out["unknown"] = start()
     out["known"] = start(on_damage="previous")
-    # Weights of a run that a fault of numbers ended are no checkpoint, and delete none.
+    # A numerical fault ends a run with a suspect checkpoint. No start loads it, and it replaces no checkpoint.
     store.save(trainer, 4, RunState(4, {}, identity).to_json(), suspect=True)
     out["suspect"] = start()
-    out["kept"] = names_in(at / "checkpoints")
+    out["kept"] = names_in(run_folder / "checkpoints")
     if rank == 0:
-        shutil.rmtree(at / "checkpoints")
+        shutil.rmtree(run_folder / "checkpoints")
     dist.barrier()
     out["gone"] = start()
     out["never"] = start("never")
-    out["left"] = [name for name in names_in(at) if not name.startswith("earlier-")]
+    out["left"] = [name for name in names_in(run_folder) if not name.startswith("earlier-")]
     out["earlier"] = [
-        (path / "metrics.jsonl").read_text().count("\n") for path in sorted(at.glob("earlier-*"))
+        (path / "metrics.jsonl").read_text().count("\n")
+        for path in sorted(run_folder.glob("earlier-*"))
     ]
     return out
 
@@ -124,5 +127,5 @@ def test_starts_over_damaged_and_missing_checkpoints(tmp_path: Path) -> None:
         assert "step 2" in got["gone"]
         assert got["never"].startswith("step 0")
         assert got["left"] == ["beginning.json"]
-        # A copy for each of both starts that fell back, and what the fresh start set aside.
+        # Each of the two starts that fell back copied the records, and the fresh start set them aside.
         assert got["earlier"] == [3, 3, 3]

@@ -18,7 +18,7 @@ OPTIONS = {
 
 
 def worker(folder: str) -> dict[str, Any]:
-    """The bias after each of the ways that it takes, and its type; as lists, by layer."""
+    """Return the data type and the values of the bias of each layer after each operation."""
     from megatron_dppo.trainer.model import named_parameters
     from tests.distributed.test_checkpoint import hf_weights, make_trainer, train
     from tests.planted_families import biased_family, planted

@@ -1,8 +1,8 @@
 """Router replay in every layout: the experts that the routers really use, and the gradient.
 
-The recordings are random, far from the natural routing, so that a pass which routes naturally, or
-by another micro-batch's or layer's recording, is seen. Some samples have no recording and some only
-part of one. What the routers use is read from their own outputs.
+The recordings are random, far from the natural routing. A pass that routes naturally, or by the
+recording of another micro-batch or layer, is therefore seen. Some samples have no recording and
+some only part of one. The routers' own outputs show the experts that they use.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def recorded_samples() -> list:
-    """The parity test's samples with random recordings; every fifth has none, others lack rows."""
+    """Return the parity test's samples with random recordings. Every fifth has none, and others lack rows."""
     rng = np.random.default_rng(11)
     out = []
     for sample in samples():
         shape = (sample.length - 1, LAYERS, EXPERTS)
         routed = rng.random(shape).argsort(-1)[..., :TOP_K].astype(np.uint8)
         number, versions = sample.problem_id, np.ones(sample.sampled, np.int32)
-        if number % 4 == 1:  # older weights sampled the first tokens: their rows do not hold
+        if number % 4 == 1:  # Older weights sampled the first tokens: these rows are not valid.
             versions[: sample.sampled // 2] = 0
         columns = {} if number % 5 == 2 else {"routed_experts": routed}
         out.append(sample.with_columns(weight_version=versions, **columns))
@@ -85,9 +85,9 @@ def make_trainer(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any],
 
 
 class RouterWatch:
-    """What each router of this rank chose: routing maps [t, experts] by layer and kind of pass.
+    """Keeps the choices of each router of this rank: routing maps [t, experts] by layer and kind of pass.
 
-    The kind: whether autograd recorded the pass. Under recomputation first passes do not record.
+    The kind is whether autograd recorded the pass. Under recomputation it does not record the first pass.
     """
 
     def __init__(self, trainer) -> None:
@@ -102,8 +102,8 @@ class RouterWatch:
 
         return keep
 
-    def wrong(self, trainer, batches: list) -> list[str]:
-        """What differs from the recordings of ``batches`` in the passes seen; forgets them."""
+    def take_faults(self, trainer, batches: list) -> list[str]:
+        """Return the differences from the recordings of ``batches`` in the passes since the last call."""
         from megatron_dppo.trainer.step import pad_to
 
         seen, self.seen = self.seen, {}
@@ -133,7 +133,7 @@ class RouterWatch:
 def train(
     hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Two steps under replay; on rank 0 also gradients and parameters; and what routers did wrong."""
+    """Train two steps under replay. Return results (on rank 0 with gradients and parameters) and the routers' faults."""
     from megatron_dppo.model.gather_plan import hf_buckets_plan
     from megatron_dppo.trainer.model import named_parameters
 
@@ -143,14 +143,14 @@ def train(
         batches = own_micro_batches(trainer, recorded_samples())
         shared = own_micro_batches(trainer, recorded_samples(), input_rows=trainer.input_rows)
         trainer.log_probs(batches)
-        wrong = watch.wrong(trainer, batches)
+        wrong = watch.take_faults(trainer, batches)
         out: dict[str, Any] = {"metrics": [], "norms": []}
         for step in range(2):
             result = trainer.train_mini_batch(shared, policy_token_loss, denominator=200.0)
             passes = 2 if changes in (FULL, MOE) else 1
             if len({recorded for _, recorded in watch.seen}) != passes:
                 wrong.append(f"kinds of passes: {sorted(watch.seen)}")
-            wrong += watch.wrong(trainer, batches)
+            wrong += watch.take_faults(trainer, batches)
             out["metrics"].append(result.metrics.values())
             out["norms"].append(result.grad_norm)
             if step == 0:
@@ -168,7 +168,7 @@ def train(
 
 
 def reference_worker(folder: str) -> list[str]:
-    """Make the model and train it in one process; the results go to ``folder``."""
+    """Make the model, train it in one process, and save the results in ``folder``. Return the routers' faults."""
     from tests.tiny_models import save_tiny_model
 
     hf_dir = save_tiny_model(
@@ -180,7 +180,7 @@ def reference_worker(folder: str) -> list[str]:
 
 
 def layout_worker(folder: str, cases: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Every case, one after the other: what was wrong, and on rank 0 the distances."""
+    """Train every case, one after the other. Return the routers' faults, and on rank 0 the distances."""
     report: dict[str, Any] = {}
     expected = torch.load(Path(folder) / "reference.pt", weights_only=True)
     for name, (parallel, changes) in cases.items():
@@ -240,7 +240,7 @@ def test_routers_replay_and_train_as_one_process_does(
 
 
 def natural_worker(folder: str) -> dict[str, Any]:
-    """Training on the trainer's own natural routing, against training without replay."""
+    """Compare training that replays the trainer's own natural routing with training without replay."""
     hf_dir = str(Path(folder) / "model")
     plain = make_trainer(hf_dir, {}, {}, replay=False)
     watch = RouterWatch(plain)
@@ -276,7 +276,7 @@ def natural_worker(folder: str) -> dict[str, Any]:
 
 
 def refusals(trainer, batch) -> list[str]:
-    """What another model's recordings meet."""
+    """Return the errors of recordings of another model."""
     experts = batch.columns["routed_experts"]
     told = []
     for wrong in (experts[:, :2], torch.cat([experts[..., :1], experts[..., :1] + 8], -1)):
@@ -288,13 +288,13 @@ def refusals(trainer, batch) -> list[str]:
 
 
 def replay_beside_dense_layers(trainer) -> dict[str, Any]:
-    """A model whose layers 0 and 2 are dense: routers get their own columns of the recording."""
+    """In a model whose layers 0 and 2 are dense, the routers must get their own columns of the recording."""
     from megatron_dppo.trainer.megatron_config import transformer_config
     from megatron_dppo.trainer.model import build_chunks
     from megatron_dppo.trainer.router_replay import ChunkState, Recording, attach
     from megatron_dppo.trainer.step import model_inputs
 
-    # No table may ask for it: which layers are dense is the model's to say.
+    # The model's config.json determines the dense layers. The configuration may not set them, so set them here.
     transformer = transformer_config(trainer.config, trainer.shape, trainer.layout)
     transformer = replace(transformer, moe_layer_freq=[0, 1, 0, 1])
     chunks = build_chunks(transformer, trainer.shape)

@@ -2,8 +2,8 @@
 
 Three optimiser steps of the policy loss on packed micro-batches, in fp32: metrics, gradient norms,
 the first step's gradients and the final parameters, gathered as full Hugging Face tensors, are
-compared with the single process's. That one computes the logits of a micro-batch at once, every layout those of
-16 tokens at a time.
+compared with the single process's. The single process computes the logits of a whole micro-batch at
+once; every layout computes those of 16 tokens at a time.
 
 Adam's epsilon is 1e-6 here: with a smaller one, gradients that are zero in exact arithmetic (a
 key's bias) become full steps in the direction of their rounding.
@@ -24,8 +24,8 @@ from tests.whole_tensors import gather_buckets, hf_buckets
 
 TOLERANCE = 5e-6
 WIDER = {"qwen3_next": 3e-5, "qwen3_5_moe": 3e-5}
-"""Delta nets amplify rounding: weights that differ by 6e-8 of themselves change the gradient of an expert by 2.9e-5 of
-itself in one process."""
+"""Delta nets amplify rounding: in one process, a relative change of the weights by 6e-8 changes the gradient of an
+expert by 2.9e-5 (relative)."""
 CHUNKS = {"head": {"chunk_tokens": 16}}
 VOCABULARY = 515  # no multiple of 2: padded under tensor parallelism
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
-# name -> (family, parallel section, what else differs from the reference)
+# Name -> (family, parallel section, other settings that differ from the reference).
 TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "TP2 ETP2": ("qwen3_moe", {"tensor": 2}, {}),
     "TP2 ETP2 recompute selective": ("qwen3_moe", {"tensor": 2}, {"recompute": "selective"}),
@@ -101,7 +101,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama3 rope TP2": ("llama", {"tensor": 2}, {}),
 }
 CP2 = {"context": 2}
-# A micro-batch for each sequence, of which the shortest have two tokens and every seventh does not train.
+# Each sequence is a micro-batch. The shortest sequences have two tokens, and every seventh sequence does not train.
 ALONE = {"budget": 1}
 CONTEXT_TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "CP2": ("qwen3_moe", CP2, {}),
@@ -259,8 +259,8 @@ FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def samples() -> list:
-    """24 responses of 1 to 30 tokens with log-probabilities as an engine would report them; every third of several
-    turns, between which somebody else wrote a few tokens."""
+    """Return 24 responses of 1 to 30 tokens, with log-probabilities as an engine would report them. Every third
+    response has several turns, and a few tokens of an environment between them."""
     from megatron_dppo.data.trajectory import Trajectory
 
     rng = random.Random(7)
@@ -293,7 +293,7 @@ def micro_batches(
     sequence_multiple: int = 1,
     input_rows: Any = None,
 ) -> list:
-    """One replica's share of a step on ``data``; every seventh response does not train."""
+    """Return one replica's share of a step on ``data``. Every seventh response does not train."""
     from megatron_dppo.data.balancing import plan_mini_batch
     from megatron_dppo.data.packing import pack, padded_length
 
@@ -313,11 +313,18 @@ def micro_batches(
 
 
 def own_micro_batches(trainer, data: list, budget: int = 120, input_rows: Any = None) -> list:
-    """This rank's share of a step on ``data``; ``input_rows``: as for ``pack``."""
-    at = trainer.topology
-    multiples = trainer.pad_multiple, trainer.micro_batch_multiple
-    of_sequence = trainer.share.sequence_multiple
-    return micro_batches(data, at.dp_rank, at.dp_size, *multiples, budget, of_sequence, input_rows)
+    """Return this rank's share of a step on ``data``. ``input_rows``: as for ``pack``."""
+    topology = trainer.topology
+    return micro_batches(
+        data,
+        topology.dp_rank,
+        topology.dp_size,
+        trainer.pad_multiple,
+        trainer.micro_batch_multiple,
+        budget,
+        trainer.share.sequence_multiple,
+        input_rows,
+    )
 
 
 def run_config(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]):
@@ -365,7 +372,7 @@ def policy_token_loss(stats, batch):
 
 
 def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Three steps; on global rank 0 also gradients and parameters as Hugging Face tensors."""
+    """Train three steps. Return the results, on global rank 0 also gradients and parameters as Hugging Face tensors."""
     from megatron_dppo.model.gather_plan import hf_buckets_plan
     from megatron_dppo.trainer.model import named_parameters
     from megatron_dppo.trainer.trainer import Trainer
@@ -400,7 +407,7 @@ def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dic
 
 
 def reference_worker(folder: str, families: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Make the models and train each in one process; the results go to ``folder``."""
+    """Make the models, train each in one process, and save the results in ``folder``."""
     from tests.tiny_models import save_tiny_model
 
     for name, options in families.items():
@@ -411,7 +418,7 @@ def reference_worker(folder: str, families: dict[str, dict[str, Any]]) -> dict[s
 
 
 def layout_worker(folder: str, cases: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Train every case, one after the other; on rank 0 the distances from the reference."""
+    """Train every case, one after the other. On rank 0 return the distances from the reference."""
     report = {}
     for name, (family, sizes, changes) in cases.items():
         parallel = {**sizes, "world_size": world_size}
@@ -423,21 +430,23 @@ def layout_worker(folder: str, cases: dict[str, Any], world_size: int) -> dict[s
 
 
 def distances(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, tuple[float, str]]:
-    """By kind: the largest relative difference, and where; infinite where names differ."""
+    """Return the largest relative difference of each kind of result, and its place. It is infinite if names differ."""
     out = {"norms": max(relative(got["norms"], expected["norms"], "step"))}
     steps = zip(got["metrics"], expected["metrics"], strict=True)
     out["metrics"] = max(
-        max(named(in_units(a, b), in_units(b, b), scalar_distance)) for a, b in steps
+        max(compare_by_name(in_units(a, b), in_units(b, b), scalar_distance)) for a, b in steps
     )
     for kind in ("gradients", "parameters"):
         if kind in got:
-            out[kind] = max(named(got[kind], expected[kind], tensor_distance))
+            out[kind] = max(compare_by_name(got[kind], expected[kind], tensor_distance))
     return out
 
 
 def in_units(metrics: dict[str, float], expected: dict[str, float]) -> dict[str, float]:
-    """``metrics`` with the signed sums of pi - mu and of the loss, whose terms cancel, in units of what they sum; a
-    token's loss is about 1."""
+    """Return ``metrics`` with the signed sums of pi - mu and of the loss divided by the size of their terms.
+
+    Their terms cancel, so that a relative difference of the sums means little. A token's loss is about 1.
+    """
     gap, tokens = expected["policy/abs_prob_gap"], expected["policy/tokens"]
     return metrics | {
         "policy/prob_gap": metrics["policy/prob_gap"] / gap + 1,
@@ -451,7 +460,7 @@ def relative(a: list[float], b: list[float], what: str) -> list[tuple[float, str
     ]
 
 
-def named(a: dict[str, Any], b: dict[str, Any], distance) -> list[tuple[float, str]]:
+def compare_by_name(a: dict[str, Any], b: dict[str, Any], distance) -> list[tuple[float, str]]:
     if a.keys() != b.keys():
         return [(float("inf"), f"names differ: {sorted(a.keys() ^ b.keys())}")]
     return [(distance(a[name], value), name) for name, value in b.items()]
@@ -465,7 +474,7 @@ def tensor_distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
-# --- rules that look at whole responses or steps, or have a gradient through TopK(mu)
+# --- rules that need whole responses or steps, or have a gradient through TopK(mu)
 
 RULES: dict[str, dict[str, float]] = {
     "cppo-binary-tv": {"tv_threshold": 0.001, "budget_low": 0.0003, "budget_high": 0.0006},
@@ -497,7 +506,7 @@ RULE_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def rule_samples() -> list:
-    """``samples`` with TopK(mu), of which the sampled token is in about one in three."""
+    """Return ``samples`` with TopK(mu). About one in three sampled tokens is in its TopK(mu)."""
     import numpy as np
 
     rng, out = np.random.default_rng(3), []
@@ -516,7 +525,7 @@ def rule_samples() -> list:
 def train_by_rules(
     hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]
 ) -> dict[str, Any]:
-    """A step by each rule, one after the other, then the parameters; ``masked`` of each on every rank."""
+    """Train a step with each rule, one after the other. Return each step's metrics and norm, and the parameters."""
     from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.loop.learning import MiniBatch, with_step_bound
     from megatron_dppo.trainer.step import StatsSpec
@@ -529,7 +538,7 @@ def train_by_rules(
         out: dict[str, Any] = {"metrics": [], "norms": []}
         for name, options in RULES.items():
             algorithm = build_algorithm(name, options)
-            given = recomputed(trainer, batches) if algorithm.needs_recomputed else batches
+            given = with_recomputed(trainer, batches) if algorithm.needs_recomputed else batches
             mini = with_step_bound(MiniBatch(given, 20.0), trainer, algorithm.step_bound)
             loss = make_token_loss(algorithm, "sequence-mean-token-mean")
             result = trainer.train_mini_batch(mini.micro_batches, loss, denominator=20.0)
@@ -541,8 +550,8 @@ def train_by_rules(
         trainer.close()
 
 
-def recomputed(trainer: Any, batches: list) -> list:
-    """``batches`` with the trainer's log-probabilities at its present weights."""
+def with_recomputed(trainer: Any, batches: list) -> list:
+    """Return ``batches`` with the trainer's log-probabilities at its present weights."""
     values = trainer.log_probs(batches)
     return [
         b.with_columns(recomputed_log_probs=torch.where(b.loss_mask, p.cpu(), 0.0))
@@ -551,7 +560,10 @@ def recomputed(trainer: Any, batches: list) -> list:
 
 
 def rules_worker(folder: str, layouts: list[str], world_size: int) -> dict[str, Any]:
-    """On rank 0 the distances of ``layouts`` from one process, which makes the model when it is that."""
+    """Train in each of ``layouts``. On rank 0 return the distances from the reference of one process.
+
+    With ``world_size`` 1, make the model and the reference first.
+    """
     from tests.tiny_models import save_tiny_model
 
     hf_dir, kept = Path(folder) / "ruled", Path(folder) / "ruled.pt"
@@ -576,7 +588,8 @@ def test_rules_of_whole_responses_train_alike_in_every_layout(tmp_path: Path) ->
     (report,) = run_ranks(target, 1, str(tmp_path), alone, 1)
     report |= run_ranks(target, 2, str(tmp_path), others, 2, timeout=300)[0]
     assert report.keys() == RULE_LAYOUTS.keys()
-    # A step by each rule, not three: a key's bias, whose gradient is zero in exact arithmetic, has gone further astray.
+    # Each rule trains a step, so there are more than three steps. A key's bias, whose gradient is zero in exact
+    # arithmetic, drifts further in them.
     limits = {"parameters": 4 * TOLERANCE}
     wrong = {
         (name, kind): found

@@ -1,4 +1,4 @@
-"""What a Trainer promises beside parity: failures on all ranks, log-probabilities, export."""
+"""What a Trainer promises in addition to parity: failures on all ranks, log-probabilities, export."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_trainer(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any] 
 
 
 def error_of(action) -> tuple[str, str]:
-    """Type and text of the error that ``action`` raises; two empty strings without one."""
+    """Return type and text of the error that ``action`` raises; two empty strings if it raises none."""
     from megatron_dppo.system.errors import RunError
 
     try:
@@ -50,7 +50,7 @@ def weights(trainer) -> list[torch.Tensor]:
 
 
 def hf_log_probs(model, batch, temperature: float) -> torch.Tensor:
-    """log pi [T] of each sequence by itself; the gradient flows."""
+    """Return log pi [T], computed sequence by sequence. It has a gradient."""
     out = []
     bounds = batch.cu_seqlens.tolist()
     for start, end in pairwise(bounds):
@@ -61,7 +61,7 @@ def hf_log_probs(model, batch, temperature: float) -> torch.Tensor:
 
 
 def forward_worker(folder: str) -> dict[str, float]:
-    """Largest difference of log-probabilities from transformers', by model."""
+    """Return the largest difference of log-probabilities from transformers', by model."""
     from transformers import AutoModelForCausalLM
 
     from tests.tiny_models import save_tiny_model
@@ -118,7 +118,7 @@ def test_log_probs_equal_transformers(tmp_path: Path) -> None:
 
 
 def gradient_worker(folder: str, tied: bool) -> dict[str, Any]:
-    """Gradients against autograd through transformers, and with one sequence a micro-batch."""
+    """Compare gradients with autograd through transformers, also with one sequence in each micro-batch."""
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.metrics.sums import MetricSums
@@ -177,7 +177,7 @@ def test_gradients_are_the_plain_sum_that_autograd_gives(tmp_path: Path, tied: b
 
 
 def two_rank_worker(folder: str) -> dict[str, Any]:
-    """Two replicas with experts spread over both: values between ranks, disagreement, failures."""
+    """Two replicas that share the experts exchange values, disagree, and fail. Return what each rank saw."""
     import torch.distributed as dist
 
     from megatron_dppo.trainer.collectives import (
@@ -214,12 +214,12 @@ def two_rank_worker(folder: str) -> dict[str, Any]:
     last = len(batches) - 1
     trained = [int(i) for i in batches[last].sequence_index if i >= 0 and i % 7 != 3]
 
-    def poisoned(stats, batch):
+    def poisoned_loss(stats, batch):
         sums = policy_token_loss(stats, batch)
         is_last = torch.equal(batch.sequence_index, batches[last].sequence_index)
         return type(sums)(sums.loss * (float("inf") if rank and is_last else 1.0), sums.metrics)
 
-    out["poisoned"] = error_of(lambda: trainer.train_mini_batch(batches, poisoned, 200.0))
+    out["poisoned"] = error_of(lambda: trainer.train_mini_batch(batches, poisoned_loss, 200.0))
     out["where"] = f"data-parallel rank 1, micro-batch {last}, sequences {sorted(trained)}"
     out["fewer micro-batches"] = error_of(
         lambda: trainer.train_mini_batch(batches[rank:], policy_token_loss, 200.0)
@@ -228,11 +228,11 @@ def two_rank_worker(folder: str) -> dict[str, Any]:
         lambda: trainer.train_mini_batch(batches, policy_token_loss, 200.0 + rank)
     )
 
-    def too_far(metrics):
+    def reject_gap(metrics):
         raise ValueError(f"a gap of {metrics.values()['policy/abs_prob_gap']}")
 
     out["checked"] = error_of(
-        lambda: trainer.train_mini_batch(batches, policy_token_loss, 200.0, check=too_far)
+        lambda: trainer.train_mini_batch(batches, policy_token_loss, 200.0, check=reject_gap)
     )
     if rank == 0:
         batches[0].target_ids[batches[0].loss_mask.nonzero()[0]] = VOCABULARY
@@ -247,7 +247,7 @@ def two_rank_worker(folder: str) -> dict[str, Any]:
             own_micro_batches(trainer, samples()), policy_token_loss, 200.0
         )
     )
-    # Rank 1 alone is spoiled; the recomputed pass must stop both.
+    # Only rank 1 has a NaN. The pass that recomputes log-probabilities must stop both ranks.
     out["recomputed"] = error_of(lambda: trainer.log_probs(own_micro_batches(trainer, samples())))
     trainer.close()
     dist.barrier()
@@ -263,7 +263,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def altered_worker(hf_dir: str, out_dir: str) -> dict[str, tuple[str, str]]:
-    """What a trainer says to config.json files that its weights' file contradicts."""
+    """Return a trainer's errors for files config.json that the file of weights contradicts."""
     from megatron_dppo.trainer.topology import destroy_topology
 
     out = {}
@@ -286,7 +286,7 @@ ALTERED = {
 
 @pytest.mark.distributed
 def test_weights_that_config_json_contradicts_are_refused(tiny: str, tmp_path: Path) -> None:
-    """Slices of the first elements would load, and train another model without a word."""
+    """Without a check, slices of the tensors would load, and another model would train without an error."""
     (found,) = run_ranks(f"{MODULE}:altered_worker", 1, tiny, str(tmp_path))
     assert {kind for kind, _ in found.values()} == {"CheckpointError"}
     assert "lm_head.weight differs from model.embed_tokens.weight" in found["tied"][1]
@@ -335,7 +335,7 @@ def test_every_rank_stops_before_the_update(tiny: str) -> None:
 
 
 def pipeline_worker(hf_dir: str, out_dir: str) -> dict[str, Any]:
-    """Interleaved pipeline: a step, log-probabilities on both stages, buckets and the export."""
+    """In an interleaved pipeline train a step. Return log-probabilities of each stage, sizes of buckets, and errors."""
     import torch.distributed as dist
 
     trainer = make_trainer(hf_dir, {"pipeline": 2, "virtual_pipeline": 2, "world_size": 2})

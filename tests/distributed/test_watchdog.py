@@ -1,4 +1,5 @@
-"""A rank that is stopped in the middle: the other one ends in time and says where it waited, and for whom."""
+"""One of two ranks is stopped before a collective. The other rank ends in time, and its error names the collective and
+the missing rank."""
 
 from __future__ import annotations
 
@@ -46,17 +47,18 @@ def test_the_rank_that_waits_names_the_collective_and_who_is_missing(
     with pytest.raises(RankFailedError) as failure:
         run_ranks("tests.distributed.test_watchdog:worker", 2, stopped, timeout=60)
     waiting = 1 - stopped
-    told = str(failure.value)
-    assert f"--- rank {waiting}, exit code 1" in told
+    output = str(failure.value)
+    assert f"--- rank {waiting}, exit code 1" in output
     begin = f"error: a collective hangs: rank {waiting} has waited for 1 s in gloo:all_reduce, number 2 of group"
-    assert begin in told
-    assert "(EXPERTS) (ranks 0, 1); asked for at trainer/collectives.py:" in told
-    assert "(any_rank)" in told
-    assert seen in told
+    assert begin in output
+    assert "(EXPERTS) (ranks 0, 1); asked for at trainer/collectives.py:" in output
+    assert "(any_rank)" in output
+    assert seen in output
 
 
-def looking_worker() -> list[str]:
-    """torch's compiler modules that a look brought into a process, which its main thread may be importing."""
+def imports_worker() -> list[str]:
+    """Return the modules of torch's compiler that ``pending_collectives`` imported. The watchdog's thread must import
+    none, because the main thread may be importing them."""
     init_distributed(1)
     barrier()
     watchdog.pending_collectives(callers=False)
@@ -65,13 +67,13 @@ def looking_worker() -> list[str]:
 
 def test_a_look_imports_nothing_beside_the_main_thread() -> None:
     assert run_ranks(
-        "tests.distributed.test_watchdog:looking_worker", 1, timeout=60, own_interpreter=True
+        "tests.distributed.test_watchdog:imports_worker", 1, timeout=60, own_interpreter=True
     ) == [[]]
 
 
-def breaking_off_worker() -> list[list[str]]:
-    """The operations that the watchdog counts while an engine that joined a weight update hangs, and once the update
-    is broken off: torch keeps the broadcast in its recorder for half a minute more."""
+def aborted_update_worker() -> list[list[str]]:
+    """Return the operations that the watchdog counts while an engine that joined a weight update hangs, and after the
+    update is aborted. torch keeps the broadcast in its recorder for half a minute more."""
     import torch
 
     from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup
@@ -81,14 +83,15 @@ def breaking_off_worker() -> list[list[str]]:
     store = dist.TCPStore("127.0.0.1", group.port, 2, False)
     for prefix in (group.name, f"{group.name}/", "cpu/"):
         store = dist.PrefixStore(prefix, store)
-    engine = threading.Thread(
-        target=lambda: held.append(dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=60))),
-        daemon=True,
-    )
-    held: list[dist.ProcessGroupGloo] = []
+    engine_groups: list[dist.ProcessGroupGloo] = []
+
+    def join() -> None:
+        engine_groups.append(dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=60)))
+
+    engine = threading.Thread(target=join, daemon=True)
     engine.start()
     group.wait(group.joined)
-    # More than the sockets' buffers take.
+    # More bytes than the sockets' buffers hold.
     group.broadcast(torch.zeros(1 << 24, dtype=torch.uint8))
     while not (during := [each.name for each in watchdog.pending_collectives(callers=False)]):
         time.sleep(0.01)
@@ -97,5 +100,5 @@ def breaking_off_worker() -> list[list[str]]:
 
 
 def test_a_weight_update_that_was_broken_off_is_not_waited_for() -> None:
-    (seen,) = run_ranks("tests.distributed.test_watchdog:breaking_off_worker", 1, timeout=60)
+    (seen,) = run_ranks("tests.distributed.test_watchdog:aborted_update_worker", 1, timeout=60)
     assert seen == [["gloo:broadcast"], []]

@@ -1,4 +1,5 @@
-"""Senders gather what each holds most of: dense tensors, checksums and bytes, against one process."""
+"""Each sending rank gathers the tensors of which it holds the most. One process is the reference for tensors,
+checksums and received bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ SHAPE = ModelShape(
 BUCKET_BYTES = 60_000
 ENGINE_RANKS = (1, 2)
 
-# layout -> ranks that send
+# Name -> layout, and the ranks that send.
 TWO = {
     "TP2 ETP2": (Layout(tensor=2, expert_tensor=2), [0]),
     "PP2": (Layout(pipeline=2), [0, 1]),
@@ -65,8 +66,9 @@ def shards(layout: Layout, rank: int, full: dict[str, torch.Tensor]) -> dict[Any
     return held
 
 
-def senders(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What this rank received in each layout: names, bytes, whether all was right, checksums."""
+def gather_worker(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Gather in each layout. Return this rank's tensor names, received bytes, whether all tensors were right, and
+    partial checksums."""
     dist.init_process_group("gloo")
     rank, full = dist.get_rank(), weights()
     report = {}
@@ -79,7 +81,7 @@ def senders(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         ]
         got, received, previous, is_right = [], 0, [], True
         for gathered in gather(plan, rank, shards(layout, rank, full), Buffers()):
-            # The bucket before must still hold: it may be on its way to the engines.
+            # The previous bucket must be unchanged: it may still be on its way to the engines.
             is_right &= all(torch.equal(t, full[n]) for n, t in [*previous, *gathered.tensors])
             previous = gathered.tensors or previous
             got += [n for n, _ in gathered.tensors]
@@ -100,7 +102,7 @@ def test_each_rank_sends_its_own_and_together_they_send_all(
     world: int, cases: dict[str, tuple[Layout, list[int]]]
 ) -> None:
     layouts = {name: asdict(layout) for name, (layout, _) in cases.items()}
-    ranks = run_ranks("tests.distributed.test_weight_gather:senders", world, layouts)
+    ranks = run_ranks("tests.distributed.test_weight_gather:gather_worker", world, layouts)
     full = weights()
     for name, (layout, expected_senders) in cases.items():
         reports = [rank[name] for rank in ranks]
@@ -124,8 +126,8 @@ def test_the_bound_counts_what_the_best_holder_lacks() -> None:
     assert fewest_gathered_elements(SHAPE, Layout()) == 0
     assert fewest_gathered_elements(SHAPE, Layout(pipeline=4)) == 0
     assert fewest_gathered_elements(SHAPE, Layout(data=4, expert=4)) == 0
-    # TP2: half of every matrix but the routers; norms and routers are whole everywhere. Of 515 rows
-    # of the two vocabulary matrices the second rank lacks the 258 of the first, which lacks 257.
+    # TP2 halves every matrix except the routers. Each rank has whole norms and routers. Of the 515 rows of each of the
+    # two vocabulary matrices, the first rank holds 258 and lacks 257.
     whole = 4 * (2 * 64 + 2 * 16 + 4 * 64) + 64
     vocabulary = 2 * 515 * 64
     halves = (total - whole - vocabulary) // 2
