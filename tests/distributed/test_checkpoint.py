@@ -331,7 +331,7 @@ def small_files_only(limit: int, on_rank: int) -> Iterator[None]:
 
 @contextmanager
 def limited_call(owner: Any, name: str) -> Iterator[None]:
-    """Allow rank 0 only small files within calls of one method."""
+    """Within calls of one method, allow rank 0 only files of at most 50 bytes."""
     method = getattr(owner, name)
 
     def limited(*args: Any, **kwargs: Any) -> Any:
@@ -511,7 +511,7 @@ def background_worker(folder: str) -> dict[str, Any]:
 
 
 def cut_parameters_worker(folder: str) -> list[dict[str, Any]]:
-    """Save a model with parameters that TP2 divides. Continue in TP2, and in layouts that hold them whole."""
+    """Save a model with parameters that TP2 divides. Continue in TP2, and in layouts with whole parameters."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     trainer = make_trainer(f"{folder}/hf", {"tensor": 2}, False, "float32", 2)

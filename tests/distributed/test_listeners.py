@@ -17,7 +17,7 @@ HERE = "tests.distributed.test_listeners"
 
 
 def listening() -> set[str]:
-    """Addresses on which this process listens."""
+    """Return the addresses on which this process listens."""
     found = psutil.Process().net_connections("tcp")
     return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
 

@@ -169,7 +169,7 @@ def test_planned_is_measured(name: str, measurements: tuple[Path, list[dict]]) -
 
 
 def measure_gate(hidden: int) -> list[int]:
-    """Bytes that a shared expert without a gate, and one with a gate, keep for ``TOKENS`` tokens."""
+    """Return the bytes that a shared expert keeps for ``TOKENS`` tokens, without a gate and with a gate."""
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

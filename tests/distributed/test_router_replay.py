@@ -133,7 +133,7 @@ class RouterWatch:
 def train(
     hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Train two steps under replay. Return results (on rank 0 with gradients and parameters) and the routers' faults."""
+    """Train two steps under replay. Return results (on rank 0 with gradients and parameters) and routers' faults."""
     from megatron_dppo.model.gather_plan import hf_buckets_plan
     from megatron_dppo.trainer.model import named_parameters
 

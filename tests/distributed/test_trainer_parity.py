@@ -359,7 +359,7 @@ def run_config(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]):
 
 
 def policy_token_loss(stats, batch):
-    """DPPO-Binary-TV with a threshold at which this data's tokens fall on both sides."""
+    """Return the loss of DPPO-Binary-TV, with a threshold between the divergences of this data's tokens."""
     from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.algorithms.inputs import TokenInputs
     from megatron_dppo.algorithms.policy_loss import policy_loss

@@ -1,4 +1,4 @@
-"""The clock's limits of tests with real servers and runs."""
+"""Time limits of tests with real servers and runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 _FACTOR = 10
-"""Limits of waits follow the work of the processes (``tests/patience.py``). The clock's limit is the last resort, and
-is multiplied by this factor."""
+"""Waits are limited by the work of the processes (``tests/patience.py``). A test's time limit is only the last resort,
+so it is multiplied by this factor."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,14 +25,14 @@ from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
 from megatron_dppo.system.errors import RunError
 from tests.patience import UNBOUNDED_S, Patience, family_of
 
-_PATIENT_S = 300.0
+_WAIT_S = 300.0
 
 
 class KeptFleet:
     """The servers and the router of ``config``, started by a separate thread. A context manager.
 
     Processes die with the thread that starts them, so one thread does all the work. ``rank_variables``: environment
-    variables for ranks that a test starts. This process has them too.
+    variables for ranks that a test starts. They are also set in this process.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -63,12 +63,12 @@ class KeptFleet:
             sections = ServerSections.of(self._config)
             placement = local_placement(self._config.parallel.world_size, sections, this_machine())
             runtime = Runtime(local_launcher(self._config.engine))
-            grounds = ServerStarts(lambda hosts: runtime, placement.master_address)
+            starts = ServerStarts(lambda hosts: runtime, placement.master_address)
             fleet = supervised_fleet(
                 sections,
                 directory,
                 placement,
-                grounds,
+                starts,
                 seed=self._config.run.seed,
                 interface=None,
             )
@@ -90,7 +90,7 @@ class KeptFleet:
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Wait until ``condition`` holds. Fails if the fleet gives up, or if the patience is exhausted first."""
         # The servers' processes are children of this process.
-        patience = Patience(_PATIENT_S, lambda: family_of(os.getpid()))
+        patience = Patience(_WAIT_S, lambda: family_of(os.getpid()))
         while not condition():
             assert self._error is None, self._error
             assert not patience.is_exhausted()
@@ -123,31 +123,31 @@ class KeptFleet:
 
 
 def family(server: Server) -> list[psutil.Process]:
-    """The process of a server and its children: scheduler and detokenizer."""
+    """Return the process of a server and its children: scheduler and detokenizer."""
     assert server.pid is not None
     root = psutil.Process(server.pid)
     return [root, *root.children(recursive=True)]
 
 
 def kill(server: Server) -> None:
-    """SIGKILL, as the kernel does when memory runs out."""
+    """Send SIGKILL, as the kernel does when memory runs out."""
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
 
 
 def stop(server: Server) -> None:
-    """SIGSTOP: connections stay open, nothing answers."""
+    """Send SIGSTOP to all processes: connections stay open, and nothing answers."""
     for process in family(server):
         process.suspend()
 
 
 def stop_scheduler(server: Server) -> None:
-    """SIGSTOP the process that computes. The process that speaks HTTP continues."""
+    """Send SIGSTOP to the process that computes. The HTTP process continues."""
     _suspend(server, "scheduler")
 
 
 def stop_detokenizer(server: Server) -> None:
-    """SIGSTOP the process that turns tokens into answers."""
+    """Send SIGSTOP to the process that turns tokens into answers."""
     _suspend(server, "detokenizer")
 
 
@@ -157,13 +157,13 @@ def _suspend(server: Server, word: str) -> None:
 
 
 def proceed(server: Server) -> None:
-    """SIGCONT."""
+    """Send SIGCONT to all processes."""
     for process in family(server):
         process.resume()
 
 
 def config_of(folder: Path, model: Path, **engine: object) -> TrainConfig:
-    """A run of ``model`` in ``folder``."""
+    """Return the configuration of a run of ``model`` in ``folder``."""
     return TrainConfig.model_validate(
         {
             "run": {"directory": str(folder), "steps": 1},

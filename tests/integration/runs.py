@@ -69,7 +69,7 @@ def write_material(folder: Path, family: str = "qwen3_moe", **model: Any) -> Pat
 
 
 class TrainingRun:
-    """One ``megatron_dppo.train`` process as a user starts it; killed on exit of the context.
+    """One ``megatron_dppo.train`` process as a user starts it. The exit of the context kills it.
 
     With ``shares_imports`` its processes are forks of this process's fork servers, so that only the first run imports
     the libraries. Then only one run may be active at a time: the forks of the fork servers count as its family.
@@ -87,14 +87,14 @@ class TrainingRun:
         shares_imports: bool = True,
     ) -> None:
         settings = dict(yaml.safe_load(config.read_text()))
-        chosen = dict(o.split("=", 1) for o in overrides)
-        self.directory = Path(chosen.get("run.directory", settings["run"]["directory"]))
+        given = dict(o.split("=", 1) for o in overrides)
+        self.directory = Path(given.get("run.directory", settings["run"]["directory"]))
         self.output = self.directory.with_suffix(f".{time.monotonic_ns()}.out")
         self._package = package
         self._shares_imports = shares_imports and package == ROOT
         self._config, self._overrides = config, overrides
-        plain = environment_without("PYTEST_CURRENT_TEST")
-        self._variables = {**plain, "PYTHONPATH": str(package), **(variables or {})}
+        own_variables = environment_without("PYTEST_CURRENT_TEST")
+        self._variables = {**own_variables, "PYTHONPATH": str(package), **(variables or {})}
         self._command = [sys.executable, "-m", "megatron_dppo.train", str(config), *overrides]
 
     def __enter__(self) -> TrainingRun:
@@ -125,7 +125,7 @@ class TrainingRun:
         return self.output.read_text(errors="replace")
 
     def family(self) -> list[psutil.Process]:
-        """The supervisor and all its descendants."""
+        """Return the supervisor and all its descendants."""
         try:
             root = psutil.Process(self.process.pid)
             forks = shared_imports.forks() if self._shares_imports else []
@@ -134,22 +134,19 @@ class TrainingRun:
             return []
 
     def find(self, *words: str) -> psutil.Process:
-        """The descendant whose command line or environment has all ``words``."""
+        """Return the descendant whose command line or environment has all ``words``."""
         for member in self.family()[:-1]:
             try:
-                told = (
-                    " ".join(member.cmdline())
-                    + " "
-                    + " ".join(f"{k}={v}" for k, v in member.environ().items())
-                )
+                variables = [f"{name}={value}" for name, value in member.environ().items()]
+                text = " ".join([*member.cmdline(), *variables])
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-            if all(word in told for word in words):
+            if all(word in text for word in words):
                 return member
         raise AssertionError(f"no process with {words} in\n{self.text}")
 
     def rank(self, number: int) -> psutil.Process:
-        """The process of a trainer rank."""
+        """Return the process of a trainer rank."""
         for member in self.family()[:-1]:
             with suppress(psutil.NoSuchProcess):
                 if member.name() == f"rank{number}":
@@ -173,38 +170,38 @@ class TrainingRun:
         self.wait_for(lambda: step in steps_of(self.directory))
 
     def interrupt(self) -> None:
-        """Ctrl-C, as a terminal sends it to the supervisor."""
+        """Send SIGINT to the supervisor, as a terminal does at Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
 
     def finish(self, code: int = 0, timeout: float = 300.0) -> None:
         """Wait until the run ends. It must end with this exit code, and leave no process behind."""
         family = self.family()
         patience = self.patience(timeout)
-        while (found := self.process.poll()) is None:
+        while (exit_code := self.process.poll()) is None:
             assert not patience.is_exhausted(), f"still running after {timeout} s:\n{self.text}"
             time.sleep(0.05)
-        assert found == code, f"exit code {found}, expected {code}:\n{self.text}"
+        assert exit_code == code, f"exit code {exit_code}, expected {code}:\n{self.text}"
         _, left = psutil.wait_procs(family, timeout=30)
         assert not left, f"left behind: {left}\n{self.text}"
 
 
 def records_of(directory: Path) -> list[dict[str, Any]]:
-    """Complete lines of the run's metrics."""
+    """Return the complete lines of the run's metrics."""
     path = directory / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def steps_of(directory: Path) -> list[int]:
-    """Recorded steps, in order."""
+    """Return the recorded steps, in order."""
     return [record["step"] for record in records_of(directory)]
 
 
 def summary_of(directory: Path) -> dict[str, Any]:
-    """The run's ``summary.json``."""
+    """Return the run's ``summary.json``."""
     return json.loads((directory / "summary.json").read_text())
 
 
 def environment_without(*names: str) -> dict[str, str]:
-    """This process's environment without the variables ``names``."""
+    """Return this process's environment without the variables ``names``."""
     return {k: v for k, v in os.environ.items() if k not in names}

@@ -1,5 +1,5 @@
-"""A server that is started by the documented line, on this machine's CPU, examined as a run does; then parts
-of it are stopped."""
+"""A server that the documented line starts on this machine's CPU. The tests examine it as a run does, and then stop
+parts of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def documented_line(**given: str) -> str:
-    """The shell line of docs/fleet.md for a server on a CPU, with its places filled in."""
+    """Return the shell line of docs/fleet.md for a server on a CPU, with its placeholders filled in."""
     text = (ROOT / "docs" / "fleet.md").read_text()
     found = re.search(
         r"^    (SGLANG_PLATFORM=torch_cpu.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL
@@ -62,16 +62,16 @@ def runner() -> Iterator[AsyncRunner]:
 
 
 @pytest.fixture(scope="module")
-def served(config, runner, tmp_path_factory) -> Iterator[Server]:
-    with started(config, runner, tmp_path_factory.mktemp("served")) as server:
+def server(config, runner, tmp_path_factory) -> Iterator[Server]:
+    with start_server(config, runner, tmp_path_factory.mktemp("served")) as server:
         yield server
 
 
 @contextmanager
-def started(
+def start_server(
     config: TrainConfig, runner: AsyncRunner, folder: Path, options: str = ""
 ) -> Iterator[Server]:
-    """A server that the documented line starts, with ``options`` added to it."""
+    """Start a server by the documented line with ``options`` added to it."""
     port, keys = free_port(), folder / "KEYS.json"
     keys.write_text(json.dumps({"api_key": "user", "admin_api_key": "admin"}))
     line = documented_line(
@@ -100,7 +100,7 @@ def started(
         kill_families([process])
 
 
-async def examined(config: TrainConfig, url: str, api: str, admin: str) -> None:
+async def examine(config: TrainConfig, url: str, api: str, admin: str) -> None:
     """Examine a server as EngineSession examines a new server."""
     async with EngineClient(url, api, admin) as client:
         await check_engine(ServerSections.of(config), client)
@@ -115,74 +115,75 @@ async def examined(config: TrainConfig, url: str, api: str, admin: str) -> None:
         await weights.close()
 
 
-def test_the_documented_line_starts_a_server_that_fits_on_a_cpu(config, served, runner):
-    runner.run(examined(config, served.url, "user", "admin"))
-    runner.run(examined(config, served.url, "user", "admin"))  # the first examination left nothing
+def test_the_documented_line_starts_a_server_that_fits_on_a_cpu(config, server, runner):
+    runner.run(examine(config, server.url, "user", "admin"))
+    # The first examination has left nothing behind, so a second one passes, too.
+    runner.run(examine(config, server.url, "user", "admin"))
 
 
 @pytest.mark.parametrize("keys", [("wrong", "admin"), ("user", "wrong")])
-def test_a_wrong_key_is_told(config, served, runner, keys):
+def test_a_wrong_key_is_told(config, server, runner, keys):
     with pytest.raises(EngineRequestError, match="401") as refusal:
-        runner.run(examined(config, served.url, *keys))
+        runner.run(examine(config, server.url, *keys))
     assert refusal.value.attempts == 1
 
 
-def test_another_model_of_the_family_is_told_by_its_tensors(config, served, runner, tmp_path):
+def test_another_model_of_the_family_is_told_by_its_tensors(config, server, runner, tmp_path):
     other = save_tiny_model(tmp_path / "other", "qwen3_moe", seed=3, layers=3)
     with pytest.raises(
         EngineMismatchError, match=r"holds another model: it lacks .*model\.layers\.2"
     ):
-        runner.run(examined(config_of(tmp_path / "run", other), served.url, "user", "admin"))
+        runner.run(examine(config_of(tmp_path / "run", other), server.url, "user", "admin"))
 
 
-def test_one_that_cannot_connect_back_is_told(served, runner, monkeypatch, config):
-    """The connection times out in the trainer. A real one would make the server's scheduler wait."""
+def test_one_that_cannot_connect_back_is_told(server, runner, monkeypatch, config):
+    """The connection times out in the trainer. A real attempt would leave the server's scheduler waiting."""
 
-    async def nowhere(self, address, port, *rest, **options):
+    async def time_out(self, address, port, *rest, **options):
         raise TimeoutError
 
-    monkeypatch.setattr(EngineWeights, "open_group", nowhere)
+    monkeypatch.setattr(EngineWeights, "open_group", time_out)
     with pytest.raises(
         EngineMismatchError, match=r"can't connect back to the trainer at 127\.0\.0\.1"
     ):
-        runner.run(examined(config, served.url, "user", "admin"))
+        runner.run(examine(config, server.url, "user", "admin"))
 
 
 @pytest.mark.slow
 def test_a_server_of_qwen3_5_without_a_vision_tower_fits(tmp_path, runner):
-    """The options are docs/fleet.md's for this family. A server with the tower needs torchvision to start."""
+    """docs/fleet.md gives these options for the family. A server with the vision tower needs torchvision to start."""
     config = config_of(tmp_path / "run", save_tiny_model(tmp_path / "model", "qwen3_5_moe"))
     # In addition to language_model_only, the keys of published files that transformers does not save.
     overrides = json.dumps(missing_engine_keys(config.model.hf_checkpoint))
     assert "language_model_only" in overrides
     on_cpu = "--mamba-radix-cache-strategy no_buffer --disable-overlap-schedule"
     options = f"--json-model-override-args '{overrides}' {on_cpu}"
-    with started(config, runner, tmp_path, options) as server:
-        runner.run(examined(config, server.url, "user", "admin"))
+    with start_server(config, runner, tmp_path, options) as server:
+        runner.run(examine(config, server.url, "user", "admin"))
 
 
 @pytest.mark.parametrize("stop_part", [stop_scheduler, stop_detokenizer])
-def test_a_stopped_part_is_told_by_the_probes_alone(served, runner, stop_part):
-    """The probes of ``FleetMembership.blame``: HTTP still answers, but the scheduler or the detokenizer does not."""
+def test_a_stopped_part_is_told_by_the_probes_alone(server, runner, stop_part):
+    """``FleetMembership.blame`` uses these probes. HTTP still answers, but scheduler or detokenizer does not."""
 
     async def ask() -> tuple[bool, bool, bool]:
-        async with EngineClient(served.url, "user", "admin") as client:
+        async with EngineClient(server.url, "user", "admin") as client:
             is_answering = await client.is_answering(5.0)
             is_scheduling = await client.is_scheduling(5.0)
             is_generating = is_scheduling and await client.generates_again(5.0)
             return is_answering, is_scheduling, is_generating
 
     async def resume() -> None:
-        async with EngineClient(served.url, "user", "admin") as client:
+        async with EngineClient(server.url, "user", "admin") as client:
             await client.control("/continue_generation")
 
     assert runner.run(ask()) == (True, True, True)
-    stop_part(served)
+    stop_part(server)
     try:
         patience = own_patience(16)
         expected = (True, stop_part is stop_detokenizer, False)
         assert runner.run(ask()) == expected
         assert not patience.is_exhausted()
     finally:
-        proceed(served)
+        proceed(server)
         runner.run(resume())

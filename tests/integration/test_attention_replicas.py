@@ -20,7 +20,7 @@ from megatron_dppo.model.families import load_model_shape
 from tests.integration.test_weight_sync import (
     GatherInterruptedError,
     end_the_gather,
-    nudged,
+    nudge,
 )
 from tests.integration.weight_server import (
     ADMIN_KEY,
@@ -28,7 +28,7 @@ from tests.integration.weight_server import (
     PROMPT,
     RUNNER,
     Generation,
-    Served,
+    RunningServer,
     Source,
     read,
     reference_log_probs,
@@ -68,9 +68,9 @@ def sizes(layout: tuple[int, dict[str, Any]]) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def served(
+def server(
     tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any], sizes: dict[str, int]
-) -> Iterator[Served]:
+) -> Iterator[RunningServer]:
     folder = save_tiny_model(tmp_path_factory.mktemp("first"), **sizes)
     server = serve(folder, enable_return_routed_experts=True, **options)
     yield server
@@ -83,9 +83,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, sizes: dict[str, int]) -> 
     return save_tiny_model(folder, seed=1, **sizes)
 
 
-def assert_all_serve(served: Served, folder: Path, version: int) -> None:
-    """Score and continue more prompts than there are replicas. Requests go to the replicas in turn."""
-    engine = served.weights()
+def assert_all_serve(server: RunningServer, folder: Path, version: int) -> None:
+    """Assert that every replica serves ``folder``: more prompts than replicas go to the replicas in turn."""
+    engine = server.weights()
     prompts = [PROMPT[:3], PROMPT, PROMPT[::-1], [*PROMPT, *PROMPT]]
     scores = RUNNER.run(engine.score(prompts))
     decoded = RUNNER.run(engine.decode(prompts, 8, end_before=2))
@@ -95,63 +95,65 @@ def assert_all_serve(served: Served, folder: Path, version: int) -> None:
         np.testing.assert_allclose(as_decoded, as_prefilled, atol=1e-5)
     for prompt in prompts[:2]:
         body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}}
-        assert served.post("/generate", body)["meta_info"]["weight_version"] == str(version)
+        assert server.post("/generate", body)["meta_info"]["weight_version"] == str(version)
 
 
 def test_updates_reach_every_replica(
-    served: Served, options: dict[str, Any], trained: Path
+    server: RunningServer, options: dict[str, Any], trained: Path
 ) -> None:
-    assert_all_serve(served, served.folder, 0)
-    engine = served.weights()
+    assert_all_serve(server, server.folder, 0)
+    engine = server.weights()
     assert engine.places_directly
     assert engine.tensors.layout == EngineLayout.of_options(options)
     assert engine.tensors.layout.attention_replicas == 2
     RUNNER.run(engine.check_tensors())
     for version, strategy in enumerate(("distributed", "tensor"), start=1):
-        folder = (trained, served.folder)[version - 1]
+        folder = (trained, server.folder)[version - 1]
         updates = updater(engine, Source(read(folder), model=folder), strategy=strategy)
         assert updates.update(version).verified
         updates.close()
-        assert_all_serve(served, folder, version)
+        assert_all_serve(server, folder, version)
 
 
-def test_an_interrupted_update_is_served_by_no_replica(served: Served, trained: Path) -> None:
-    """Every replica serves the version before again. Of whole weights, every replica stays paused."""
+def test_an_interrupted_update_is_served_by_no_replica(
+    server: RunningServer, trained: Path
+) -> None:
+    """After an update of changes, all replicas serve the version before. After whole weights, all stay paused."""
     old = read(trained)
-    updates = updater(served.weights(), Source(old), changes_only=True)
+    updates = updater(server.weights(), Source(old), changes_only=True)
     updates.update(11)
-    updates.source = Source(nudged(old), between=end_the_gather)
+    updates.source = Source(nudge(old), between=end_the_gather)
     with pytest.raises(GatherInterruptedError):
         updates.update(12)
-    assert_all_serve(served, trained, 11)
+    assert_all_serve(server, trained, 11)
     updates.source.between = end_the_gather
     with pytest.raises(GatherInterruptedError):
         updates.update(12)
-    assert served.version() == "unverified-12"
-    waiting = [Generation(served, 2) for _ in range(4)]
+    assert server.version() == "unverified-12"
+    waiting = [Generation(server, 2) for _ in range(4)]
     assert not any(request.begun.wait(1) for request in waiting)
     updates.source = Source(old)
     assert updates.update(12).verified
     for request in waiting:
         assert set(request.versions()) == {"12"}
     updates.close()
-    assert_all_serve(served, trained, 12)
+    assert_all_serve(server, trained, 12)
 
 
-def test_every_replica_records_the_routing_of_its_requests(served: Served) -> None:
+def test_every_replica_records_the_routing_of_its_requests(server: RunningServer) -> None:
     """Batches of several lengths run at the same time, so that a replica's rows begin at changing places."""
-    updates = updater(served.weights(), Source(read(served.folder)))
+    updates = updater(server.weights(), Source(read(server.folder)))
     updates.update(21)
     updates.close()
-    shape = RoutedShape.of_model(load_model_shape(served.folder))
-    draws = np.random.default_rng(0)
+    shape = RoutedShape.of_model(load_model_shape(server.folder))
+    generator = np.random.default_rng(0)
     sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
     requests: list[GenerationRequest] = []
     for number in range(9):
-        prompt = tuple(draws.integers(3, 500, size=3 + 4 * number).tolist())
+        prompt = tuple(generator.integers(3, 500, size=3 + 4 * number).tolist())
         requests.append(GenerationRequest(number, prompt, sampling, {"routed_experts": shape}))
-    results = RUNNER.run(_generate(served, requests))
-    model = AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32)
+    results = RUNNER.run(_generate(server, requests))
+    model = AutoModelForCausalLM.from_pretrained(server.folder, dtype=torch.float32)
     for request in requests:
         result = results[request.key]
         tokens = torch.tensor([result.token_ids.tolist()])
@@ -161,24 +163,24 @@ def test_every_replica_records_the_routing_of_its_requests(served: Served) -> No
         np.testing.assert_array_equal(result.columns["routed_experts"], expected.numpy())
 
 
-async def _generate(served: Served, requests: list[GenerationRequest]) -> Results:
-    client = EngineClient(served.process.url, KEY, ADMIN_KEY)
+async def _generate(server: RunningServer, requests: list[GenerationRequest]) -> Results:
+    client = EngineClient(server.process.url, KEY, ADMIN_KEY)
     try:
         return await generate_many(client, requests, GenerationLimits(concurrency=16))
     finally:
         await client.close()
 
 
-def test_all_replicas_flush_pause_and_park(served: Served, trained: Path) -> None:
-    engine = served.weights()
+def test_all_replicas_flush_pause_and_park(server: RunningServer, trained: Path) -> None:
+    engine = server.weights()
     # One request keeps one replica busy. The idle replica answers a flush first.
-    version = served.version()
-    running = Generation(served, 100)
+    version = server.version()
+    running = Generation(server, 100)
     assert running.begun.wait(PATIENCE_S)
     assert not RUNNER.run(engine.pause_when_idle(0))
     assert RUNNER.run(engine.pause_when_idle(PATIENCE_S))
     assert running.versions() == [version]
-    waiting = [Generation(served, 2) for _ in range(4)]
+    waiting = [Generation(server, 2) for _ in range(4)]
     assert not any(request.begun.wait(1) for request in waiting)
     RUNNER.run(engine.release(("weights", "kv_cache")))
     info = RUNNER.run(engine.client.get_json("/server_info"))
@@ -194,13 +196,13 @@ def test_all_replicas_flush_pause_and_park(served: Served, trained: Path) -> Non
     updates.close()
     for request in waiting:
         assert set(request.versions()) == {"31"}
-    assert_all_serve(served, trained, 31)
+    assert_all_serve(server, trained, 31)
 
 
-def test_requests_of_all_replicas_are_interrupted(served: Served) -> None:
+def test_requests_of_all_replicas_are_interrupted(server: RunningServer) -> None:
     """Retracted requests of both replicas continue with their tokens."""
-    engine = served.weights()
-    running = [Generation(served, 60) for _ in range(4)]
+    engine = server.weights()
+    running = [Generation(server, 60) for _ in range(4)]
     assert all(request.begun.wait(PATIENCE_S) for request in running)
     RUNNER.run(engine.interrupt())
     RUNNER.run(engine.resume())

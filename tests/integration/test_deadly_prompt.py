@@ -1,4 +1,4 @@
-"""A prompt that real servers die of ends a real run, and its end names the data's line and the servers' exception."""
+"""A prompt that crashes real servers ends a real run. The error names the data's line and the servers' exception."""
 
 from __future__ import annotations
 

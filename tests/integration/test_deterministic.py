@@ -14,20 +14,20 @@ from tests.integration.runs import TrainingRun, records_of, write_material
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
-OTHERWISE = (
+SECOND_RUN = (
     *("engine.router=true", "rollout.max_concurrent_requests=5"),
     "engine.placement=colocated",
 )
-"""The second run sends few requests at a time through the router, so that batches and their order differ. Its servers
-take turns with the trainer, whose weights and optimizer state leave the devices and return at each step."""
+"""The second run sends few requests at a time through the router, so that the engine's batches differ. Its servers take
+turns with the trainer, whose weights and optimizer state leave the devices and return at each step."""
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deterministic")
     config = write_material(folder)
-    found = []
-    for name, overrides in {"one": (), "two": OTHERWISE}.items():
+    run_folders = []
+    for name, overrides in {"one": (), "two": SECOND_RUN}.items():
         common = (
             "engine.deterministic=true",
             "run.steps=2",
@@ -37,16 +37,15 @@ def directories(tmp_path_factory):
         directory = folder / name
         with TrainingRun(config, *common, f"run.directory={directory}", *overrides) as run:
             run.finish(timeout=800)
-        found.append(directory)
-    return found
+        run_folders.append(directory)
+    return run_folders
 
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_both_runs_draw_the_same_batch_to_the_last_bit(directories, step):
     first, second = (load_batch(d / "rollouts", step) for d in directories)
-    assert (
-        len({tuple(t.token_ids.tolist()) for t in first}) > len(first) // 2
-    )  # not one seed for all
+    distinct = {tuple(t.token_ids.tolist()) for t in first}
+    assert len(distinct) > len(first) // 2  # Requests do not share a seed.
     for one, other in zip(first, second, strict=True):
         assert (one.problem_id, one.sample_index) == (other.problem_id, other.sample_index)
         assert np.array_equal(one.token_ids, other.token_ids)
@@ -59,13 +58,13 @@ def test_both_runs_evaluate_and_learn_alike(directories):
     for one, other in zip(*records, strict=True):
         for name in ("evaluation/sums/accuracy", "policy/abs_prob_gap", "optimizer/grad_norm"):
             assert one.get(name) == other.get(name)
-    measured = [r["evaluation/sums/accuracy"] for r in records[0]]
-    assert len(set(measured)) == 3  # the weights change, so the samples change
+    accuracies = [r["evaluation/sums/accuracy"] for r in records[0]]
+    assert len(set(accuracies)) == 3  # the weights change, so the samples change
 
 
 def test_each_step_is_derived_again_bit_for_bit(directories, capfd):
-    """The steps of both runs (the second is colocated), from the start model and the saved batches, without an
-    engine."""
+    """``replay --derive`` repeats the steps of both runs from the start model and the saved batches, without an engine.
+    The second run is colocated."""
     for directory in directories:
         assert replay.main([str(directory), "--derive"]) == 0
         assert "2 of 2 steps derived again, bit for bit" in capfd.readouterr().out
@@ -77,7 +76,7 @@ def test_each_step_is_derived_again_bit_for_bit(directories, capfd):
 
 
 def test_a_batch_that_is_not_what_was_sampled_is_not_trained_on(directories, tmp_path, capfd):
-    """One token of the second batch is changed and the file written anew, under its old seal."""
+    """The test changes one token of the second batch, and saves the batch under its old seal."""
     for name in ("config.yaml", "metrics.jsonl"):
         shutil.copy(directories[0] / name, tmp_path)
     shutil.copytree(directories[0] / "rollouts", tmp_path / "rollouts")
@@ -95,7 +94,7 @@ def test_a_batch_that_is_not_what_was_sampled_is_not_trained_on(directories, tmp
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_the_doctor_finds_nothing(directories, tmp_path, step):
-    """Server and trainer of two ranks, at the weights of both steps."""
+    """The doctor compares a server and a trainer of two ranks, with the weights of each step."""
     file = tmp_path / "figures.json"
     assert doctor([str(directories[1]), "--step", str(step), "--json", str(file)]) == 0
     figures = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""The real SGLang server on this machine: its answers, and its loss.
+"""The real SGLang server on this machine: its answers, and what happens when it is lost.
 
 One server serves every test. The last tests kill it and start another server.
 """
@@ -130,7 +130,7 @@ def engine(model) -> Iterator[EngineProcess]:
 
 
 def test_a_healthy_server_has_answered_with_both_samplings(engine):
-    """Training's sampling, and evaluation's with top_p < 1. A GPU compiles the kernels of each at its first request."""
+    """The samplings of training, and of evaluation with top_p < 1. A GPU compiles the kernels of each at its first request."""
     log = engine.log_path.with_suffix(".healthy").read_text()
     assert log.count("Prefill batch") == 2
     assert log.count("Decode batch") <= 2
@@ -160,19 +160,20 @@ def generate(runner, client, requests, **limits) -> Results:
     )
 
 
-def ask(count: int, **fields) -> list[GenerationRequest]:
-    """``count`` requests over the prompts in turn; ``fields`` are SamplingParams or column sources."""
+def make_requests(count: int, **fields) -> list[GenerationRequest]:
+    """Return ``count`` requests over the prompts in turn. ``fields``: SamplingParams or column sources."""
     columns = {k: fields.pop(k) for k in ("topk", "routed_experts") if k in fields}
     sampling, prompts = SamplingParams(**fields), itertools.cycle(PROMPTS)
     return [GenerationRequest(i, next(prompts), sampling, columns) for i in range(count)]
 
 
-async def until_running(
+async def wait_until_running(
     client: EngineClient, calls: Sequence[asyncio.Task], count: int, since: float
 ) -> None:
-    """Wait until the engine's scheduler runs ``count`` requests, by a report of after ``since`` (``time.time()``).
+    """Wait until the engine's scheduler reports that it runs ``count`` requests.
 
-    ``calls``: wait for the requests. None of them may end before.
+    ``since``: ignore earlier reports (``time.time()``). ``calls``: tasks that wait for the requests. No task may end
+    before.
     """
     while True:
         (load,) = (await client.get_json("/v1/loads"))["loads"]
@@ -183,13 +184,13 @@ async def until_running(
 
 
 def long_requests(count: int) -> list[GenerationRequest]:
-    """Seconds to minutes of work each."""
-    return ask(count, max_new_tokens=1500, ignore_eos=True)
+    """Return requests that each take seconds to minutes."""
+    return make_requests(count, max_new_tokens=1500, ignore_eos=True)
 
 
 def test_log_probs_agree_with_transformers(runner, client, reference, model):
     for temperature in (1.0, 0.7):
-        requests = ask(9, max_new_tokens=16, temperature=temperature)
+        requests = make_requests(9, max_new_tokens=16, temperature=temperature)
         for request, result in zip(
             requests, generate(runner, client, requests).values(), strict=True
         ):
@@ -202,7 +203,7 @@ def log_mu(result: Trajectory) -> np.ndarray:
 
 
 def response_log_probs(reference, request: GenerationRequest, result: Trajectory) -> np.ndarray:
-    """fp32 log_softmax(logits / temperature) of the response tokens."""
+    """Return log_softmax(logits / temperature) of the response tokens, in fp32."""
     logits = reference_logits(reference, request, result)
     log_probs = torch.log_softmax(logits / request.sampling.temperature, dim=-1)
     return log_probs.gather(1, torch.from_numpy(result.response_ids.astype(np.int64))[:, None])[
@@ -217,8 +218,8 @@ def reference_logits(reference, request, result) -> torch.Tensor:
 
 
 def test_log_probs_ignore_top_p(runner, client, reference):
-    """Why training samples with top_p = 1: mu is reported as if nothing had been cut off."""
-    requests = ask(6, max_new_tokens=12, top_p=0.5)
+    """The engine reports mu as if nothing had been cut off. Therefore training samples with top_p = 1."""
+    requests = make_requests(6, max_new_tokens=12, top_p=0.5)
     for request, result in zip(requests, generate(runner, client, requests).values(), strict=True):
         expected = response_log_probs(reference, request, result)
         np.testing.assert_allclose(log_mu(result), expected, atol=1e-5, rtol=0)
@@ -227,7 +228,7 @@ def test_log_probs_ignore_top_p(runner, client, reference):
 def test_the_end_token_is_part_of_the_response_and_has_a_log_prob(runner, client, reference):
     reasons = set()
     for limit in (16, 1):  # most responses end within 16 tokens, few within one
-        requests = ask(32, max_new_tokens=limit)
+        requests = make_requests(32, max_new_tokens=limit)
         for key, result in generate(runner, client, requests).items():
             reasons.add(result.finish_reason)
             if result.finish_reason == "length":
@@ -243,7 +244,9 @@ def test_the_end_token_is_part_of_the_response_and_has_a_log_prob(runner, client
 
 def test_extra_stop_tokens_end_a_response(runner, client):
     half = tuple(range(3, 258))
-    for result in generate(runner, client, ask(8, max_new_tokens=64, stop_token_ids=half)).values():
+    for result in generate(
+        runner, client, make_requests(8, max_new_tokens=64, stop_token_ids=half)
+    ).values():
         assert result.finish_reason == "stop"
         assert result.response_ids[-1] in (*half, *END_TOKENS)
         assert not {*half, *END_TOKENS} & set(result.response_ids[:-1].tolist())
@@ -251,8 +254,9 @@ def test_extra_stop_tokens_end_a_response(runner, client):
 
 def test_a_stop_text_ends_a_response_and_every_token_is_kept(runner, client, reference):
     """The tokens include the token that completes the stop text. The response's text ends before the stop text."""
-    stop, decode = ("3", "7", "+"), tiny_tokenizer().decode  # in no special token's name
-    requests = ask(24, max_new_tokens=64, stop=stop)
+    stop = ("3", "7", "+")  # No special token's name contains one of these texts.
+    decode = tiny_tokenizer().decode
+    requests = make_requests(24, max_new_tokens=64, stop=stop)
     ended = 0
     for request, result in zip(requests, generate(runner, client, requests).values(), strict=True):
         ids = result.response_ids
@@ -266,25 +270,27 @@ def test_a_stop_text_ends_a_response_and_every_token_is_kept(runner, client, ref
         ended += 1
         assert result.finish_reason == "stop"
         text = whole[: whole.index(next(text for text in stop if text in whole))]
-        # bytes that begin a character and don't end it: the engine's text may lack them
+        # The engine's text may lack the bytes of a character that does not end.
         assert text.replace("\ufffd", "") == result.text.replace("\ufffd", "")
     assert ended > 4
 
 
 def test_weights_that_were_never_updated_are_version_zero(runner, client):
-    (result,) = generate(runner, client, ask(1, max_new_tokens=4, ignore_eos=True)).values()
+    (result,) = generate(
+        runner, client, make_requests(1, max_new_tokens=4, ignore_eos=True)
+    ).values()
     assert result.version_spans == (VersionSpan(0, 0, 4),)
 
 
 def test_binary_topk_equals_the_list_form_and_transformers(runner, client, reference):
-    request = ask(1, max_new_tokens=8, temperature=0.7, ignore_eos=True, topk=5)[0]
+    request = make_requests(1, max_new_tokens=8, temperature=0.7, ignore_eos=True, topk=5)[0]
     (result,) = generate(runner, client, [request]).values()
     logits = reference_logits(reference, request, result)
     values, ids = torch.log_softmax(logits / 0.7, dim=-1).topk(5)
     np.testing.assert_array_equal(result.columns["topk_ids"], ids.numpy())
     np.testing.assert_allclose(result.columns["topk_log_probs"], values.numpy(), atol=1e-5, rtol=0)
 
-    greedy = ask(1, max_new_tokens=8, temperature=0.0, ignore_eos=True, topk=5)[0]
+    greedy = make_requests(1, max_new_tokens=8, temperature=0.0, ignore_eos=True, topk=5)[0]
     (binary,) = generate(runner, client, [greedy]).values()
     body = {
         "input_ids": list(greedy.prompt_ids),
@@ -303,7 +309,9 @@ def test_recorded_routing_is_the_same_by_each_way(runner, engine, model, monkeyp
     """Routing through shared memory equals routing in binary HTTP answers."""
     caplog.set_level(logging.INFO)
     shape = RoutedShape.of_model(load_model_shape(model))
-    greedy = ask(3, max_new_tokens=8, temperature=0.0, ignore_eos=True, routed_experts=shape)
+    greedy = make_requests(
+        3, max_new_tokens=8, temperature=0.0, ignore_eos=True, routed_experts=shape
+    )
 
     def recorded() -> list[list]:
         client = EngineClient(engine.url, API_KEY, ADMIN_KEY)
@@ -328,7 +336,7 @@ def test_recorded_routing_is_the_same_by_each_way(runner, engine, model, monkeyp
 
 def test_routed_experts_agree_with_transformers(runner, client, reference, model):
     shape = RoutedShape.of_model(load_model_shape(model))
-    requests = ask(9, max_new_tokens=16, routed_experts=shape)
+    requests = make_requests(9, max_new_tokens=16, routed_experts=shape)
     results = generate(runner, client, requests)
     answer = orjson.loads(
         runner.run(client.request("POST", "/generate", request_body(requests[:1], "cached-0")))
@@ -354,15 +362,15 @@ def other(model) -> tuple[Path, Any]:
     return folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-async def under_updates(
+async def generate_under_updates(
     client: EngineClient, weights: EngineWeights, requests: list[GenerationRequest], folders
 ) -> list[Trajectory]:
-    """The answers to ``requests``, while the engine loads one of ``folders`` after another in mid-response, as
-    versions 1, 2 and so on; scored before each commit, as an update does it."""
-    short = [replace(ask(1, max_new_tokens=8, ignore_eos=True)[0], key="short")]
+    """Return the responses to ``requests``. Meanwhile the engine loads the ``folders`` one after another, as versions
+    1, 2 and so on, and scores a prompt before each commit, as an update does."""
+    short = [replace(make_requests(1, max_new_tokens=8, ignore_eos=True)[0], key="short")]
     began = time.time()
     calls = [asyncio.create_task(client.answer([r], f"long-{r.key}")) for r in requests]
-    await until_running(client, calls, len(requests), began)
+    await wait_until_running(client, calls, len(requests), began)
     for version, folder in enumerate(folders, start=1):
         # The answer to the short request comes while the long requests are in the same batch.
         await client.answer(short, f"short-{version}")
@@ -386,8 +394,10 @@ async def under_updates(
 
 
 def gap(result: Trajectory, by_version: torch.Tensor, versions: np.ndarray) -> np.ndarray:
-    """The distance of each returned log-probability from the log-probability by the version of its token in
-    ``versions``. ``by_version``: log-probabilities [versions, tokens, vocabulary]."""
+    """Return |log mu - log p| of each token, with p of the token's version in ``versions``.
+
+    ``by_version``: log p [versions, tokens, vocabulary].
+    """
     named = by_version[versions.astype(np.int64), np.arange(result.sampled), result.response_ids]
     return np.abs(log_mu(result) - named.numpy())
 
@@ -395,19 +405,19 @@ def gap(result: Trajectory, by_version: torch.Tensor, versions: np.ndarray) -> n
 def test_every_token_of_an_interrupted_response_is_of_the_version_that_its_span_names(
     runner, engine, client, model, reference, other
 ):
-    """Two updates in mid-response: log-probabilities and Top-K against transformers with each version's weights."""
+    """Two updates come in mid-response. Log-probabilities and Top-K equal transformers' with each version's weights."""
     folder, second = other
     models, shape = [reference, second, reference], load_model_shape(model)
     routed = RoutedShape.of_model(shape)
-    requests = ask(4, max_new_tokens=1000, ignore_eos=True, topk=3, routed_experts=routed)
-    prefix = ask(1, max_new_tokens=2, ignore_eos=True)
+    requests = make_requests(4, max_new_tokens=1000, ignore_eos=True, topk=3, routed_experts=routed)
+    prefix = make_requests(1, max_new_tokens=2, ignore_eos=True)
 
     async def work():
         weights = await EngineWeights.connect(
             HttpClient(engine.url, API_KEY, ADMIN_KEY), shape, "float32"
         )
         try:
-            drawn = await under_updates(client, weights, requests, [folder, model])
+            drawn = await generate_under_updates(client, weights, requests, [folder, model])
             cached = [
                 orjson.loads(await client.answer(prefix, f"prefix-{i}"))["meta_info"][
                     "cached_tokens"
@@ -438,7 +448,7 @@ def test_every_token_of_an_interrupted_response_is_of_the_version_that_its_span_
 
 
 def check_versions(request: GenerationRequest, result: Trajectory, models: list) -> None:
-    """Each token's log-probability and Top-3 come from the version that the token's span names.
+    """Assert that each token's log-probability and Top-3 come from the version that the token's span names.
 
     ``models``: the models by version.
     """
@@ -462,7 +472,7 @@ def check_versions(request: GenerationRequest, result: Trajectory, models: list)
 
 
 def router_choices(model, result: Trajectory) -> np.ndarray:
-    """The choices of transformers' routers for all tokens except the last."""
+    """Return the choices of transformers' routers for all tokens except the last."""
     tokens = torch.from_numpy(result.token_ids.astype(np.int64))[None]
     with torch.no_grad():
         routers = model(tokens, output_router_logits=True).router_logits
@@ -498,8 +508,10 @@ def test_an_aborted_response_goes_on_under_the_new_weights(
     models, shape = [reference, second, reference, second], load_model_shape(model)
     routed = RoutedShape.of_model(shape)
     length = 1200
-    requests = ask(4, max_new_tokens=length, ignore_eos=True, topk=3, routed_experts=routed)
-    short = ask(1, max_new_tokens=8, ignore_eos=True)
+    requests = make_requests(
+        4, max_new_tokens=length, ignore_eos=True, topk=3, routed_experts=routed
+    )
+    short = make_requests(1, max_new_tokens=8, ignore_eos=True)
     member = Member(Server("engine", engine.url, 1, engine.pid), Keys(API_KEY, ADMIN_KEY))
     limits = GenerationLimits(concurrency=4, responses_per_call=2, hang_timeout_s=UNBOUNDED_S)
     continuation = Continuation(decode)
@@ -511,11 +523,11 @@ def test_an_aborted_response_goes_on_under_the_new_weights(
         fleet = FleetClient(lambda lost: None)
         served_at = time.time()
         await fleet.serve([member], 0)
-        drawing = generate_many(fleet, requests, limits, continuation=continuation)
-        running = asyncio.create_task(drawing)
+        generation = generate_many(fleet, requests, limits, continuation=continuation)
+        running = asyncio.create_task(generation)
         for version, weights_folder in enumerate([folder, model, folder], start=1):
             # A call that reached a paused engine would wait in front of the scheduler, and no abort would end it.
-            await until_running(client, [running], len(requests), served_at)
+            await wait_until_running(client, [running], len(requests), served_at)
             # The answer to the short request comes while the long requests are in the same batch.
             await client.answer(short, f"short-aborting-{version}")
             if version == 3:
@@ -555,7 +567,7 @@ def test_an_aborted_response_goes_on_under_the_new_weights(
 
 
 def test_a_shared_call_answers_like_single_ones(runner, client, reference):
-    requests = ask(10, max_new_tokens=12, topk=3)
+    requests = make_requests(10, max_new_tokens=12, topk=3)
     results = generate(runner, client, requests, responses_per_call=4)
     assert list(results) == list(range(10))
     for request, result in zip(requests, results.values(), strict=True):
@@ -584,7 +596,7 @@ def test_a_refused_request_says_why(runner, client):
 def test_the_longest_sequences_that_the_checks_take_are_served_and_no_longer_ones(
     runner, engine, client, model, prompt
 ):
-    """The largest values that a refusal names, on the real server: with them a request is answered in full."""
+    """The real server answers a request with the largest values that a refusal names in full, and no longer request."""
 
     def sections_faults(config: TrainConfig, shape: ModelShape) -> Iterator[str]:
         sections = (config.data, config.rollout, config.evaluation, config.sglang)
@@ -615,7 +627,7 @@ def test_the_longest_sequences_that_the_checks_take_are_served_and_no_longer_one
 
 
 def test_a_response_that_the_engine_cut_short_is_refused(runner, client):
-    """The context holds 2048 tokens; SGLang lowers max_new_tokens without a word, or refuses."""
+    """The context holds 2048 tokens. SGLang lowers max_new_tokens without an error, or refuses."""
     request = GenerationRequest("cut", (5,) * 2040, SamplingParams(64, ignore_eos=True))
     with pytest.raises((EngineAnswerError, EngineRequestError), match=r"cut off after|context"):
         generate(runner, client, [request])
@@ -673,7 +685,7 @@ def test_what_was_recorded_of_a_request_that_was_given_up_is_not_kept(
 ):
     """No client reads the answer to such a request. The reader of an answer removes its recording."""
     routed = RoutedShape.of_model(load_model_shape(model))
-    short = ask(1, max_new_tokens=4, routed_experts=routed)
+    short = make_requests(1, max_new_tokens=4, routed_experts=routed)
     long = [replace(long_requests(1)[0], columns={"routed_experts": routed})]
 
     async def give_up() -> list[int]:
@@ -681,7 +693,7 @@ def test_what_was_recorded_of_a_request_that_was_given_up_is_not_kept(
         counts = [len(recorded_in_memory(engine))]
         await client.parse(answer, short)
         call = asyncio.create_task(client.answer(long, "long-given-up"))
-        await client.answer(ask(1, max_new_tokens=4), "short-meanwhile")
+        await client.answer(make_requests(1, max_new_tokens=4), "short-meanwhile")
         await client.abort("long-given-up")
         await call
         return [*counts, len(recorded_in_memory(engine))]
@@ -697,7 +709,7 @@ def test_an_abort_ends_one_request(runner, client):
             asyncio.create_task(client.generate([request], f"abort-{i}"))
             for i, request in enumerate(requests)
         ]
-        await until_running(client, calls, 2, began)
+        await wait_until_running(client, calls, 2, began)
         await asyncio.gather(client.abort("abort-0"), client.abort("abort-unknown"))
         outcome = await asyncio.gather(calls[0], return_exceptions=True)
         still_running = not calls[1].done()
@@ -742,7 +754,7 @@ def test_cancelled_background_work_leaves_nothing_running(runner, engine, client
 
 
 def becomes_idle(runner, engine, client) -> bool:
-    """Whether the server soon runs nothing: it flushes its cache only then."""
+    """Whether the server becomes idle soon. Only an idle server flushes its cache."""
     patience = Patience(10.0, lambda: family_of(engine.pid))
     while not patience.is_exhausted():
         try:
@@ -756,7 +768,7 @@ def becomes_idle(runner, engine, client) -> bool:
 def test_a_paused_engine_answers_health_and_goes_on(runner, client):
     async def pause() -> Trajectory:
         await client.control("/pause_generation", {"mode": "retract"})
-        call = asyncio.create_task(client.generate(ask(1, max_new_tokens=8), "paused-0"))
+        call = asyncio.create_task(client.generate(make_requests(1, max_new_tokens=8), "paused-0"))
         await asyncio.sleep(0.5)
         assert await client.health()
         assert not call.done()
@@ -797,7 +809,7 @@ def test_a_server_that_does_not_come_up_shows_its_log(model):
 
 
 def test_a_server_dies_with_its_parent(model):
-    """The parent is SIGKILLed while the server's own children still load. No other process ends them."""
+    """The parent is killed by SIGKILL while the server's own children still load. No other process ends the family."""
     port = free_port("127.0.0.1")
     code = (
         "import sys, time; from pathlib import Path\n"
@@ -828,8 +840,8 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client, model):
-    """SIGKILL in the middle of generation. A new server answers the missing requests, and only these."""
-    first, last = ask(24, max_new_tokens=4), long_requests(6)
+    """SIGKILL ends the server in the middle of generation. A new server answers only the missing requests."""
+    first, last = make_requests(24, max_new_tokens=4), long_requests(6)
     requests = [
         GenerationRequest(key, r.prompt_ids, r.sampling) for key, r in enumerate([*first, *last])
     ]
@@ -850,7 +862,7 @@ def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client,
     assert len(completed) >= 12
     assert set(completed) <= set(range(24))  # no long request
     assert not runner.run(client.health())
-    while engine.poll() is None:  # its memory is being given back
+    while engine.poll() is None:  # The kernel is still freeing its memory.
         time.sleep(0.01)
     assert engine.poll() == -signal.SIGKILL
     engine.kill()
@@ -864,7 +876,7 @@ def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client,
             for r in requests
             if r.key not in completed
         ]
-        rest = runner.run(finish(second.url, missing))
+        rest = runner.run(generate_missing(second.url, missing))
         assert not set(rest) & set(completed)
         assert set(rest) | set(completed) == set(range(30))
     finally:
@@ -872,6 +884,6 @@ def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client,
     assert second.poll() == 0
 
 
-async def finish(url: str, missing: list[GenerationRequest]) -> Results:
+async def generate_missing(url: str, missing: list[GenerationRequest]) -> Results:
     async with EngineClient(url, API_KEY, ADMIN_KEY) as client:
         return await generate_many(client, missing, GenerationLimits(concurrency=32))

@@ -31,13 +31,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 STEPS = (1, 2, 3)
 CALL, CALL_REWARD = " ", 0.25
-SAID = "<|im_end|>\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+TOOL_TURN = "<|im_end|>\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 TOPK = 4
 ADAPTERS = {"rank": 4}
 
 
 def material(folder: Path, environment: dict[str, Any], **sections: dict[str, Any]) -> Path:
-    """A configuration with one mini-batch a step, at the rollout's weights, without evaluations and exports."""
+    """Write a configuration with one mini-batch per step, at the rollout's weights, without evaluations and exports."""
     path = write_material(folder)
     settings = yaml.safe_load(path.read_text())
     settings["environment"] = environment
@@ -79,7 +79,7 @@ def run(config) -> TrainingRun:
 
 
 def check_step(directory: Path, step: int, advantages: Callable[..., Sequence[float]]) -> None:
-    """One mini-batch at the rollout's weights: pi is mu, and nothing but sampled tokens counts."""
+    """Assert that pi is mu, and that only sampled tokens count. The only mini-batch has the rollout's weights."""
     batch = load_batch(directory / "rollouts", step)
     (record,) = [r for r in records_of(directory) if r["step"] == step]
     assert max(gap_of(t).max() for t in batch) < 5e-6
@@ -99,7 +99,7 @@ def check_step(directory: Path, step: int, advantages: Callable[..., Sequence[fl
 
 
 def gap_of(t: Trajectory) -> np.ndarray:
-    """|log pi - log mu| of each sampled token, as the loss saw it."""
+    """Return |log pi - log mu| of each sampled token, as the loss saw it."""
     return np.abs(t.column("loss_log_probs") - t.column("rollout_log_probs"))
 
 
@@ -108,13 +108,19 @@ def group_of(t: Trajectory, batch: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def of_counted_turns(t: Trajectory, group: Sequence[Trajectory]) -> list[float]:
-    """A of each turn: turn i of ``Counting`` has the reward i / 10, and its advantage counts the rewards from turn i
-    on."""
-    left = [
-        [sum(range(k, other.turns + 1)) / 10 for k in range(1, other.turns + 1)] for other in group
-    ]
-    mine = next(g for g, other in zip(left, group, strict=True) if other is t)
-    return [g - sum(of[min(k, len(of) - 1)] for of in left) / len(left) for k, g in enumerate(mine)]
+    """Return the advantage of each turn. Turn i of ``Counting`` has the reward i / 10, and its return is the sum of the
+    rewards from turn i on."""
+    group_returns = [returns_of_turns(other) for other in group]
+    advantages = []
+    for turn, own_return in enumerate(returns_of_turns(t)):
+        # A shorter episode counts with the return of its last turn.
+        baseline = [returns[min(turn, len(returns) - 1)] for returns in group_returns]
+        advantages.append(own_return - sum(baseline) / len(baseline))
+    return advantages
+
+
+def returns_of_turns(t: Trajectory) -> list[float]:
+    return [sum(range(turn, t.turns + 1)) / 10 for turn in range(1, t.turns + 1)]
 
 
 def test_the_trainer_has_the_engines_log_probabilities_and_routing(run):
@@ -197,21 +203,21 @@ def tools_config(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ahead(tools_config) -> TrainingRun:
+def ahead_run(tools_config) -> TrainingRun:
     with TrainingRun(tools_config) as run:
         run.finish(timeout=600)
     return run
 
 
 @pytest.fixture(scope="module")
-def batches(ahead) -> dict[int, list[Trajectory]]:
-    return {step: load_batch(ahead.directory / "rollouts", step) for step in STEPS}
+def batches(ahead_run) -> dict[int, list[Trajectory]]:
+    return {step: load_batch(ahead_run.directory / "rollouts", step) for step in STEPS}
 
 
 @pytest.mark.slow
-def test_what_a_tool_said_is_the_templates_and_what_it_earned_the_trajectorys(ahead, batches):
-    tokenizer = AutoTokenizer.from_pretrained(ahead.directory.parent / "model")
-    spoken = {"error": 0, "number": 0}
+def test_what_a_tool_said_is_the_templates_and_what_it_earned_the_trajectorys(ahead_run, batches):
+    tokenizer = AutoTokenizer.from_pretrained(ahead_run.directory.parent / "model")
+    counts = {"error": 0, "number": 0}
     for t in (t for batch in batches.values() for t in batch):
         edges = np.flatnonzero(np.diff(t.loss_mask, prepend=False, append=False))
         turns = edges.reshape(-1, 2).tolist()
@@ -220,21 +226,21 @@ def test_what_a_tool_said_is_the_templates_and_what_it_earned_the_trajectorys(ah
         ]
         answers = [answer_to(text) for text in texts[:-1]]
         for (_, end), (begin, _), answer in zip(turns[:-1], turns[1:], answers, strict=True):
-            # The end of a turn is there once: the policy or the template wrote it.
+            # The token that ends a turn occurs once: either the policy or the template wrote it.
             after = end - (t.token_ids[end - 1] == tokenizer.eos_token_id)
-            assert tokenizer.decode(t.token_ids[after:begin]) == SAID.format(answer)
-            spoken["error" if answer == "error" else "number"] += 1
+            assert tokenizer.decode(t.token_ids[after:begin]) == TOOL_TURN.format(answer)
+            counts["error" if answer == "error" else "number"] += 1
         if t.finish_reason == "stop":
             expected = of_every_character(str(texts[-1]), "")
             assert answer_to(texts[-1]) is None
             calls = sum(answer != "error" for answer in answers)
             assert t.reward == pytest.approx(CALL_REWARD * calls + expected)
-    assert min(spoken.values()) > 0
-    assert sum(spoken.values()) > 20
+    assert min(counts.values()) > 0
+    assert sum(counts.values()) > 20
 
 
 def answer_to(turn: Any) -> str | None:
-    """The calculator's answer to a turn; None: the turn has no call."""
+    """Return the calculator's answer to a turn, or None if the turn has no call."""
     _, call, expression = turn.rpartition(CALL)
     if not call:
         return None
@@ -245,14 +251,14 @@ def answer_to(turn: Any) -> str | None:
 
 
 @pytest.mark.slow
-def test_a_tools_trajectories_have_them_too_and_the_engines_topk(ahead, batches):
-    check_step(ahead.directory, 1, of_the_whole)
+def test_a_tools_trajectories_have_them_too_and_the_engines_topk(ahead_run, batches):
+    check_step(ahead_run.directory, 1, of_the_whole)
     gaps = [t.column("loss_topk_log_probs") - t.column("topk_log_probs") for t in batches[1]]
     assert max(np.abs(gap).max() for gap in gaps) < 5e-6
     assert sum(t.turns > 1 for t in batches[1]) > len(batches[1]) / 4
 
 
-class Judged(NamedTuple):
+class ReferenceOutput(NamedTuple):
     """transformers' results for a trajectory: log p [S - 1, V] and the routers' logits [S - 1, layers, experts]."""
 
     log_probs: torch.Tensor
@@ -260,19 +266,21 @@ class Judged(NamedTuple):
 
 
 @torch.no_grad()
-def judged(model: nn.Module, t: Trajectory) -> Judged:
+def reference_output(model: nn.Module, t: Trajectory) -> ReferenceOutput:
     out = model(torch.from_numpy(t.token_ids.astype(np.int64))[None], output_router_logits=True)
-    return Judged(
+    return ReferenceOutput(
         out.logits[0, :-1].log_softmax(-1), torch.stack([r[:-1] for r in out.router_logits], 1)
     )
 
 
-def check_own_version(t: Trajectory, judges: Sequence[nn.Module]) -> None:
-    """Each token's log-probability and Top-K come from the whole model at the version that sampled the token. Each row
-    of the routing comes from the version that recorded the row."""
+def check_own_version(t: Trajectory, models: Sequence[nn.Module]) -> None:
+    """Assert that each token's log-probability and Top-K come from the whole model at the version that sampled it, and
+    each row of the routing from the version that recorded it. ``models``: the models by version."""
     predicting = np.flatnonzero(t.loss_mask) - 1
     versions, recorded = t.column("weight_version"), recorded_by(t)
-    by_version = {v: judged(judges[v], t) for v in {*versions.tolist(), *recorded.tolist()}}
+    by_version = {
+        v: reference_output(models[v], t) for v in {*versions.tolist(), *recorded.tolist()}
+    }
     for version in np.unique(versions):
         own = versions == version
         log_probs = by_version[version].log_probs[predicting[own]]
@@ -296,7 +304,7 @@ def check_own_version(t: Trajectory, judges: Sequence[nn.Module]) -> None:
 
 
 def recorded_by(t: Trajectory) -> np.ndarray:
-    """The version that recorded each row: the version that recorded the routing of the next sampled token."""
+    """Return the version that recorded each row: that of the routing of the next sampled token."""
     versions = t.column("weight_version")
     by_token = t.columns.get("routing_version", np.full_like(versions, versions[-1]))
     return by_token[np.cumsum(t.loss_mask)[:-1]]
@@ -304,16 +312,16 @@ def recorded_by(t: Trajectory) -> np.ndarray:
 
 @pytest.mark.slow
 def test_tokens_and_routing_are_of_their_own_version_where_updates_interrupt_turns(
-    ahead, batches, tmp_path
+    ahead_run, batches, tmp_path
 ):
-    judges = [ahead.directory.parent / "model"]
+    folders = [ahead_run.directory.parent / "model"]
     for step in STEPS[:-1]:
-        judges.append(tmp_path / f"{step}")
-        source = ahead.directory / "checkpoints" / f"step_{step:06d}"
-        words = ("--megatron", source, "--hf-config", judges[0], "--out", judges[-1])
+        folders.append(tmp_path / f"{step}")
+        source = ahead_run.directory / "checkpoints" / f"step_{step:06d}"
+        words = ("--megatron", source, "--hf-config", folders[0], "--out", folders[-1])
         assert convert(["megatron-to-hf", *map(str, words)]) == 0
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
-    models = [load(folder).eval() for folder in judges]
+    models = [load(folder).eval() for folder in folders]
     interrupted = between = discarded = 0
     for step, batch in batches.items():
         for t in batch:
@@ -322,11 +330,11 @@ def test_tokens_and_routing_are_of_their_own_version_where_updates_interrupt_tur
             interrupted += len(t.interruptions)
             between += changes - len(t.interruptions)
             lost = ~usable_rows(t.loss_mask, t.columns)
-            # Rows of tokens that were sampled before an update came are recorded by the weights after it.
+            # The weights after an update recorded the rows of tokens that were sampled before it.
             predicted = t.column("weight_version")[np.cumsum(t.loss_mask)[:-1][lost]]
             assert (recorded_by(t)[lost] > predicted).all()
             discarded += lost.sum()
-        (record,) = [r for r in records_of(ahead.directory) if r["step"] == step]
+        (record,) = [r for r in records_of(ahead_run.directory) if r["step"] == step]
         assert record["rollout/staleness_max"] == (0 if step == 1 else 1)
         # If the trainer's weights sampled a whole response and recorded all its rows, pi is mu here too.
         newest = [t for t in batch if (t.column("weight_version") == step - 1).all()]
@@ -345,11 +353,11 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_layouts_have_them_too(ahead, batches, tools_config, tmp_path, layout):
-    """This holds also for the batch that was sampled ahead: steps that change nothing train on it with the weights that
-    began it."""
+def test_other_layouts_have_them_too(ahead_run, batches, tools_config, tmp_path, layout):
+    """This holds also for the second batch, which was sampled ahead. The run's steps change no weights, so version 0,
+    which began this batch, also trains on it."""
     overrides = (
-        f"run.directory={tmp_path / 'again'}", f"rollout.replay_from={ahead.directory}/rollouts",
+        f"run.directory={tmp_path / 'again'}", f"rollout.replay_from={ahead_run.directory}/rollouts",
         "run.steps=2", "rollout.max_staleness=0", "optimizer.lr=1e-30", "checkpoint.every=100",
         *LAYOUTS[layout],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""``megatron-dppo explain`` on a real run: every token as the loss saw it, or nothing.
+"""``megatron-dppo explain`` on a real run shows every token as the loss saw it, or refuses.
 
 Two pipeline stages of two replicas each replay a batch whose mu is known, so no engine is needed. The
 second of the two mini-batches is trained on with other weights than the first.
@@ -31,7 +31,7 @@ FIRST = PROMPTS // 2 * GROUP
 
 
 def recorded_batch(folder: Path) -> list[Trajectory]:
-    """Random responses. Their mu is the model's pi plus noise, and some of them were truncated."""
+    """Return random responses. Their mu is the model's pi plus noise, and some responses are truncated."""
     policy = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     problems = load_problems(
         folder / "train.jsonl",
@@ -182,7 +182,7 @@ def test_a_run_without_seals_is_not_derived(run, capsys):
     assert "no batch of step 2, expected one of every step from 1 to 3" in capsys.readouterr().err
 
 
-def refused(run, capsys) -> str:
+def refusal_of(run, capsys) -> str:
     assert explain.main([str(run), "--step", "1"]) == 2
     out, error = capsys.readouterr()
     assert not out
@@ -190,7 +190,7 @@ def refused(run, capsys) -> str:
 
 
 @pytest.fixture
-def copied(run, tmp_path):
+def run_copy(run, tmp_path):
     for name in ("config.yaml", "metrics.jsonl", "masked_tokens.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
     save_batch(tmp_path / "rollouts", STEP, load_batch(run / "rollouts", STEP))
@@ -201,34 +201,34 @@ def change_batch(run, change) -> None:
     save_batch(run / "rollouts", STEP, [change(t) for t in load_batch(run / "rollouts", STEP)])
 
 
-def test_a_batch_without_the_steps_own_numbers_is_refused(copied, capsys):
-    change_batch(copied, lambda t: t.without(*LOSS_COLUMNS))
-    assert "no mask of the step that trained on it" in refused(copied, capsys)
+def test_a_batch_without_the_steps_own_numbers_is_refused(run_copy, capsys):
+    change_batch(run_copy, lambda t: t.without(*LOSS_COLUMNS))
+    assert "no mask of the step that trained on it" in refusal_of(run_copy, capsys)
 
 
-def test_a_mask_that_does_not_follow_from_its_divergence_is_refused(copied, capsys):
-    def turned(t):
+def test_a_mask_that_does_not_follow_from_its_divergence_is_refused(run_copy, capsys):
+    def invert_mask(t):
         if "loss_trains" not in t.columns or t.problem_id:
             return t
         return t.with_columns(loss_trains=~t.column("loss_trains"))
 
-    change_batch(copied, turned)
-    assert "were not blocked as their saved divergence says" in refused(copied, capsys)
+    change_batch(run_copy, invert_mask)
+    assert "were not blocked as their saved divergence says" in refusal_of(run_copy, capsys)
 
 
-def test_other_log_probs_than_the_recorded_ones_are_refused(copied, capsys):
-    def moved(t):
+def test_other_log_probs_than_the_recorded_ones_are_refused(run_copy, capsys):
+    def shift_log_probs(t):
         if "loss_trains" not in t.columns:
             return t
         return t.with_columns(loss_log_probs=t.column("loss_log_probs") + np.float32(1e-3))
 
-    change_batch(copied, moved)
-    assert "of the saved tokens is" in refused(copied, capsys)
+    change_batch(run_copy, shift_log_probs)
+    assert "of the saved tokens is" in refusal_of(run_copy, capsys)
 
 
-def test_records_of_another_step_are_refused(copied, capsys):
-    lines = (copied / "masked_tokens.jsonl").read_text()
-    (copied / "masked_tokens.jsonl").write_text(lines.replace('"raised": 1', '"raised": 0', 1))
-    assert "masked_tokens.jsonl says" in refused(copied, capsys)
-    (copied / "metrics.jsonl").write_text("")
-    assert "no record of step 1" in refused(copied, capsys)
+def test_records_of_another_step_are_refused(run_copy, capsys):
+    lines = (run_copy / "masked_tokens.jsonl").read_text()
+    (run_copy / "masked_tokens.jsonl").write_text(lines.replace('"raised": 1', '"raised": 0', 1))
+    assert "masked_tokens.jsonl says" in refusal_of(run_copy, capsys)
+    (run_copy / "metrics.jsonl").write_text("")
+    assert "no record of step 1" in refusal_of(run_copy, capsys)

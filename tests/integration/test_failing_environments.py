@@ -103,8 +103,8 @@ def test_turns_that_were_sampled_ahead_have_the_trainers_log_probabilities(run, 
             np.abs(t.column("loss_log_probs") - t.column("rollout_log_probs"))[rows]
             for t, rows in zip(batch, first, strict=True)
         ]
-        ahead = [t for t, rows in zip(batch, first, strict=True) if rows.all()]
-        assert sum(t.turns > 1 for t in ahead) > len(batch) / 4
+        sampled_ahead = [t for t, rows in zip(batch, first, strict=True) if rows.all()]
+        assert sum(t.turns > 1 for t in sampled_ahead) > len(batch) / 4
         assert max(np.concatenate(gaps)) < 5e-6
 
 

@@ -185,8 +185,8 @@ def test_explain_and_the_doctor_find_nothing_wrong(run: tuple[Path, str]) -> Non
     ],
 )
 def test_a_run_is_resumed_in_another_layout(tmp_path: Path, case: str) -> None:
-    """A step with EP2, and the next from its checkpoint with TP2 EP2 and a server of two ranks, if SGLang's model is
-    right there: its responses have the first step's weights."""
+    """The first step runs with EP2. The second continues from its checkpoint with TP2 EP2, and with a server of two
+    ranks if SGLang's model is right on two. The second step's responses are sampled with the first step's weights."""
     config = write_config(tmp_path, case)
     family = load_model_shape(tmp_path / "model").family
     server_ranks = min(2, FAMILY_TABLES[family].most_engine_ranks or 2)

@@ -1,4 +1,4 @@
-"""Two real SGLang servers behind the real router, and without it: every fault, and every prompt
+"""Two real SGLang servers, with the real router and without it: whatever fails, every prompt is
 answered exactly once.
 
 One fleet serves every test, in this order. A server that a test kills is back for a later test.
@@ -146,8 +146,8 @@ def once(action: Callable[[], None], at: int) -> Callable[[int], None]:
 
 
 @contextmanager
-def slowed(server: Server, share: float = 0.15) -> Iterator[None]:
-    """Let ``server`` run only for this share of the time."""
+def slow_down(server: Server, share: float = 0.15) -> Iterator[None]:
+    """Let ``server`` run only for ``share`` of the time."""
     end = threading.Event()
 
     def pulse() -> None:
@@ -180,12 +180,12 @@ def test_a_router_that_is_killed_loses_nothing_and_its_successor_is_used(fleet, 
 def test_a_slow_server_gets_less_to_do_and_is_not_lost(fleet, runner):
     members = fleet.members(2)
     client = CountingClient(fleet, routed=False)
-    with slowed(members[0].server):
+    with slow_down(members[0].server):
         assert ask(runner, client, members, 600, concurrency=32) == {}
 
 
 def test_a_stopped_server_that_nobody_kills_holds_nothing_up(fleet, runner, monkeypatch):
-    """A server that runs elsewhere acts like this. The router doesn't tell which calls the server has: all are
+    """A server that runs elsewhere acts like this. The router doesn't tell which calls the server has, so all calls are
     repeated."""
     monkeypatch.setattr("megatron_dppo.fleet.client._REPLACED_SECONDS", 1.0)
     members = fleet.members(2)
@@ -216,7 +216,7 @@ def test_no_key_is_in_a_command_line_or_a_log(fleet, config):
 
 
 def open_paths(port: int) -> dict[str, str]:
-    """The paths of the router that answer without a key, with their answers."""
+    """Return the paths of the router that answer without a key, with their answers."""
     found = {}
     paths = "/metrics /workers /generate /v1/completions /v1/chat/completions /flush_cache /get_loads /wasm"
     paths += (
@@ -238,15 +238,13 @@ def open_paths(port: int) -> dict[str, str]:
 
 
 def test_what_the_router_tells_without_a_key_is_what_is_said_of_it(fleet):
-    """docs/shared_hosts.md and the start-up line name OPEN_PATHS; nothing there is a secret."""
+    """Without a key, the router answers only OPEN_PATHS, and tells no key. docs/shared_hosts.md lists the paths."""
     router = fleet.record.router()
     port = int(router.url.rpartition(":")[2])
     found = open_paths(port)
-    asked_of_a_server = {
-        "/get_model_info",
-        "/get_server_info",
-    }  # the router asks its first server, which may be gone
-    assert set(OPEN_PATHS) - asked_of_a_server <= set(found) <= set(OPEN_PATHS)
+    # The router forwards these paths to its first server, which may be gone.
+    forwarded_paths = {"/get_model_info", "/get_server_info"}
+    assert set(OPEN_PATHS) - forwarded_paths <= set(found) <= set(OPEN_PATHS)
     keys = fleet.record.keys(fleet.members(2)[0].server)
     assert not [path for path, said in found.items() if keys.api in said or keys.admin in said]
     text = (Path(__file__).parents[2] / "docs" / "shared_hosts.md").read_text()
@@ -319,7 +317,7 @@ def test_a_restarted_server_joins_and_a_failing_one_is_left_out_of_one_update(
     members = fleet.members(2)
     assert [m.server.incarnation for m in members] == [1, 2]
     for member in members:
-        tokens, log_probs = runner.run(draw(member, version=3))
+        tokens, log_probs = runner.run(generate_greedily(member, version=3))
         expected = reference_log_probs(exported, tokens)[-len(log_probs) :]
         assert log_probs == pytest.approx(expected, abs=1e-4)
 
@@ -328,13 +326,13 @@ PROMPTS, GROUP, STEPS = 8, 4, 3
 
 
 def budget(problem: int, sample: int) -> int:
-    """Tokens of a response, from a long tail: half have 4 to 7, one in twenty 100 or more."""
+    """Return a response's number of tokens, from a long tail: half have 4 to 7 tokens, one in twenty 100 or more."""
     return min(int(4 * random.Random(100 * problem + sample).paretovariate(0.9)), 110)
 
 
 @dataclass(frozen=True)
 class BudgetJob(GenerationJob):
-    """Each response has its own number of tokens, and does not end before."""
+    """Each response has exactly its own number of tokens."""
 
     def _sampling(self, position: int, sample: int) -> SamplingParams:
         tokens = budget(self.problems[position].problem_id, sample)
@@ -392,10 +390,10 @@ def test_long_responses_are_trained_on_as_often_as_short_ones(fleet, config):
     [found] = run_ranks(
         "tests.integration.test_fleet:train_in_each_mode", 1, config.model_dump_json()
     )
-    drawn = ProblemSampler(64, seed=5).next(STEPS * PROMPTS)
-    expected = [[p, s, budget(p, s)] for p in drawn for s in range(GROUP)]
+    sampled_problems = ProblemSampler(64, seed=5).next(STEPS * PROMPTS)
+    expected = [[p, s, budget(p, s)] for p in sampled_problems for s in range(GROUP)]
     lengths = sorted(tokens for *_, tokens in expected)
-    assert lengths[len(lengths) // 2] * 10 < lengths[-1]  # a tail
+    assert lengths[len(lengths) // 2] * 10 < lengths[-1]  # The lengths have a long tail.
     for mode, trained in found.items():
         assert trained["lengths"] == expected, mode
         interrupted = [f.get("rollout/interrupted", 0) for f in trained["figures"]]
@@ -404,8 +402,8 @@ def test_long_responses_are_trained_on_as_often_as_short_ones(fleet, config):
             assert figures["rollout/response_length_trained"] == figures["rollout/response_length"]
 
 
-async def draw(member: Member, version: int) -> tuple[list[int], list[float]]:
-    """Prompt and greedy response, and the log-probabilities of the response."""
+async def generate_greedily(member: Member, version: int) -> tuple[list[int], list[float]]:
+    """Return the tokens of prompt and greedy response, and the log-probabilities of the response."""
     request = GenerationRequest(0, (3, 5, 7), SamplingParams(12, temperature=0, ignore_eos=True))
     async with client_of(member) as client:
         [result] = await client.generate(

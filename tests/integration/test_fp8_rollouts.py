@@ -1,4 +1,4 @@
-"""Block-FP8 weights in the real SGLang server on a CPU: updates into it, and its log-probabilities."""
+"""Block-FP8 weights in the real SGLang server on a CPU: weight updates, and the server's log-probabilities."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.integration.runs import TrainingRun, summary_of, write_material
 from tests.integration.test_weight_sync import GatherInterruptedError, end_the_gather
 from tests.integration.weight_server import (
     RUNNER,
-    Served,
+    RunningServer,
     Source,
     Weights,
     read,
@@ -51,7 +51,7 @@ SIZES = {
     "moe_intermediate_size": 256,
     "num_experts": 4,
 }
-"""Sizes whose share on one or two ranks is a multiple of 128."""
+"""Sizes of the model. On one or two ranks, each rank's share is a multiple of the block size 128."""
 MATRICES_OF_A_LAYER = 4 + 3 * SIZES["num_experts"]
 
 
@@ -60,7 +60,7 @@ def save_model(folder: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     server = serve(save_model(tmp_path_factory.mktemp("first"), 0), quantization="fp8")
     yield server
     server.process.kill()
@@ -77,7 +77,7 @@ class Bf16Source(Source):
 
 
 def rounded_experts(experts: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """The experts of transformers' model with rounded activations, token by token."""
+    """Compute the experts of transformers' model with rounded activations, token by token."""
     outputs = torch.zeros_like(hidden)
     for token in range(len(hidden)):
         for expert, weight in zip(indices[token].tolist(), weights[token], strict=True):
@@ -93,7 +93,7 @@ def fp8_log_probs(
     rounds_weights: bool,
     rounds_activations: bool,
 ) -> list[float]:
-    """log p(token | tokens before) of ``tokens[1:]`` by transformers in fp32."""
+    """Return log p(token | tokens before) of ``tokens[1:]``, computed by transformers in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters() if rounds_weights else ():
@@ -116,14 +116,14 @@ def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:
     return sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(first)
 
 
-def assert_serves_fp8(served: Served, folder: Path, version: int) -> None:
-    """The engine's log-probabilities are close to the model's in ``folder`` with weights and activations in FP8.
+def assert_serves_fp8(server: RunningServer, folder: Path, version: int) -> None:
+    """Assert that the engine's log-probabilities are close to the FP8 model's: weights and activations of ``folder``.
 
-    A bfloat16 activation and its fp32 value may be rounded to different FP8 numbers, so they do not agree closely.
+    The tolerance is wide: a bfloat16 activation and its fp32 value may be rounded to different FP8 numbers.
     """
-    assert served.version() == str(version)
+    assert server.version() == str(version)
     prompts = canary_prompts(500)
-    scores = RUNNER.run(served.weights().score(prompts))
+    scores = RUNNER.run(server.weights().score(prompts))
     gaps = {}
     for name, rounding in (
         ("W8A8", (True, True)),
@@ -137,10 +137,10 @@ def assert_serves_fp8(served: Served, folder: Path, version: int) -> None:
     assert gaps["W8A8"] < 0.9 * gaps["plain"]
 
 
-def test_an_update_brings_quantised_weights(served: Served, trained: Path) -> None:
-    """The start weights are arbitrary; each strategy brings a checkpoint's, verified and scored."""
+def test_an_update_brings_quantised_weights(server: RunningServer, trained: Path) -> None:
+    """The server starts with other weights. The update is verified, and the new log-probabilities are compared."""
     weights = read(trained)
-    updates = updater(served.weights(), Bf16Source(weights))
+    updates = updater(server.weights(), Bf16Source(weights))
     report = updates.update(1)
     assert report.verified
     # qkv, o, w13 and w2 of both layers have scales beside them.
@@ -150,20 +150,20 @@ def test_an_update_brings_quantised_weights(served: Served, trained: Path) -> No
     scales = sum(4 * t.numel() // 128**2 for t in matrices)
     others = sum(t.nbytes for name, t in weights.items() if not is_quantized(name))
     assert report.bytes == sum(t.numel() for t in matrices) + scales + others
-    assert_serves_fp8(served, trained, 1)
+    assert_serves_fp8(server, trained, 1)
     updates.close()
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "disk"])
 def test_other_strategies_send_the_same(
-    served: Served, trained: Path, tmp_path: Path, strategy: str
+    server: RunningServer, trained: Path, tmp_path: Path, strategy: str
 ) -> None:
-    for version, folder in enumerate((served.folder, trained), 20):
+    for version, folder in enumerate((server.folder, trained), 20):
         source = Bf16Source(read(folder))
-        updates = updater(served.weights(), source, strategy=strategy, directory=str(tmp_path))
+        updates = updater(server.weights(), source, strategy=strategy, directory=str(tmp_path))
         assert updates.update(version).verified
         updates.close()
-        assert_serves_fp8(served, folder, version)
+        assert_serves_fp8(server, folder, version)
 
 
 V_PROJ = "model.layers.1.self_attn.v_proj.weight" + SCALE_SUFFIX
@@ -183,7 +183,7 @@ def with_swapped_blocks(values: Tensor, stale: Tensor) -> Tensor:
     return torch.cat([values[:, 128:], values[:, :128]], 1)
 
 
-class Corrupting(EngineWeights):
+class CorruptingWeights(EngineWeights):
     """Sends a corrupted tensor ``name`` in place of the right tensor, if ``name`` is set."""
 
     name = ""
@@ -206,28 +206,28 @@ class Corrupting(EngineWeights):
     ],
 )
 def test_a_corrupted_update_leaves_the_engine_in_quarantine(
-    served: Served, trained: Path, name: str, corrupt: Any, tensor: str
+    server: RunningServer, trained: Path, name: str, corrupt: Any, tensor: str
 ) -> None:
-    old, new = read(served.folder), read(trained)
-    engine = served.weights(Corrupting)
+    old, new = read(server.folder), read(trained)
+    engine = server.weights(CorruptingWeights)
     engine.name, engine.corrupt, engine.stale = name, corrupt, dict(engine.encode(old.items()))
     updates = updater(engine, Bf16Source(new))
     with pytest.raises(WeightUpdateError) as failure:
         updates.update(31)
     fault = failure.value.__cause__
     assert isinstance(fault, EngineFaultError)
-    cause = fault.faults[served.process.url]
+    cause = fault.faults[server.process.url]
     assert isinstance(cause, ChecksumMismatchError)
     assert {m.tensor for m in cause.mismatches} == {tensor}
     assert updates.committed_version is None
-    assert served.version() == "unverified-31"
+    assert server.version() == "unverified-31"
     engine.name = ""
     updates.attach([engine.url])
     assert updates.update(32).verified
     updates.close()
 
 
-class Misquantising(EngineWeights):
+class MisquantisingWeights(EngineWeights):
     """Alters each encoded bucket by ``alter(bucket, stale)``. It sends the altered tensors, and expects their
     hashes."""
 
@@ -273,12 +273,17 @@ def with_a_stale_matrix(encoded: Weights, stale: Weights) -> None:
     ],
 )
 def test_a_tensor_that_a_wrong_quantiser_sends_is_named(
-    served: Served, trained: Path, tmp_path: Path, alter: Any, tensor: str | None, difference: str
+    server: RunningServer,
+    trained: Path,
+    tmp_path: Path,
+    alter: Any,
+    tensor: str | None,
+    difference: str,
 ) -> None:
     """The update is verified, because the checksums cover the tensors that were sent."""
-    engine = served.weights(Misquantising)
-    engine.stale = dict(served.weights().encode([*read(served.folder).items()]))
-    # An attribute of the object, so that it is called as a function.
+    engine = server.weights(MisquantisingWeights)
+    engine.stale = dict(server.weights().encode([*read(server.folder).items()]))
+    # Set ``alter`` on the object, so that it is called without ``self``.
     engine.alter = alter
     updates = updater(engine, Bf16Source(read(trained)))
     assert updates.update(41).verified
@@ -288,14 +293,14 @@ def test_a_tensor_that_a_wrong_quantiser_sends_is_named(
     (held,) = held_tensors.read(path)
     assert held.version == "41"
     shape = load_model_shape(trained)
-    own, other = [RankTensors(held, 0, f, shape, torch.bfloat16) for f in (trained, served.folder)]
+    own, other = [RankTensors(held, 0, f, shape, torch.bfloat16) for f in (trained, server.folder)]
     faults = tensor_faults(held, 0, own, lambda: {40: other})
     assert [fault.tensor for fault in faults] == ([] if tensor is None else [tensor])
     assert all(fault.difference.startswith(difference) for fault in faults)
 
 
-def with_a_sign_flipped(weights: Weights) -> Weights:
-    """The weights with another sign of one element of every tensor, so that no scale changes."""
+def flip_signs(weights: Weights) -> Weights:
+    """Return the weights with the sign of one element of every tensor flipped, so that no scale changes."""
     new: Weights = {}
     for name, tensor in weights.items():
         new[name] = tensor.clone()
@@ -306,34 +311,34 @@ def with_a_sign_flipped(weights: Weights) -> Weights:
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_two_engine_ranks(tmp_path: Path, trained: Path, ep_size: int) -> None:
     folder = save_model(tmp_path / "start", 0)
-    served = serve(folder, quantization="fp8", atomic_updates=True, tp_size=2, ep_size=ep_size)
+    server = serve(folder, quantization="fp8", atomic_updates=True, tp_size=2, ep_size=ep_size)
     try:
         weights = read(trained)
-        updates = updater(served.weights(), Bf16Source(weights), changes_only=True)
+        updates = updater(server.weights(), Bf16Source(weights), changes_only=True)
         assert updates.update(1).tensors == 2 * (21 + 2 * 4)
-        assert_serves_fp8(served, trained, 1)
+        assert_serves_fp8(server, trained, 1)
         weights[O_PROJ] = weights[O_PROJ].clone()
         weights[O_PROJ][0, :9] *= 2
         report = updates.update(2)
         assert report.verified
         assert report.sent_fraction is not None
         assert report.sent_fraction < 0.01
-        updates.source = Bf16Source(with_a_sign_flipped(weights), between=end_the_gather)
+        updates.source = Bf16Source(flip_signs(weights), between=end_the_gather)
         with pytest.raises(GatherInterruptedError):
             updates.update(3)
-        assert served.version() == "2"
+        assert server.version() == "2"
         updates.close()
-        # The update after a failure sends whole weights, which atomic engines give up too.
-        whole = updater(served.weights(), Bf16Source(weights))
+        # After a failure, an update sends whole weights. An atomic engine discards those too if the update fails.
+        whole = updater(server.weights(), Bf16Source(weights))
         whole.is_atomic = True
         whole.update(3)
         whole.source = Bf16Source(read(folder), between=end_the_gather)
         with pytest.raises(GatherInterruptedError):
             whole.update(4)
-        assert served.version() == "3"
+        assert server.version() == "3"
         whole.close()
     finally:
-        served.process.kill()
+        server.process.kill()
 
 
 def test_a_run_with_recorded_routing(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ PROMPTS = torch.tensor([[5, 7, 9], [6, 8, 10]])
 
 
 def worker(folder: str, runs: list[tuple[str, list[str]]]) -> list[dict[str, list[float]]]:
-    """Train three steps towards even ids with each (mismatch, changes). Return the metrics, and the mismatch
-    afterwards."""
+    """For each (mismatch, changes) train three steps, with a reward for even ids. Return the steps' metrics, and the
+    errors of ratios and probabilities afterwards."""
     from megatron_dppo.trainer.topology import destroy_topology
 
     task = Task(
@@ -43,7 +43,7 @@ def worker(folder: str, runs: list[tuple[str, list[str]]]) -> list[dict[str, lis
             "optimizer.lr=1e-3",
         ),
     )  # fmt: skip
-    kept = (
+    metric_names = (
         names.REWARD,
         names.GAP_ON_POLICY,
         names.GAP_STALE,
@@ -54,8 +54,11 @@ def worker(folder: str, runs: list[tuple[str, list[str]]]) -> list[dict[str, lis
     for mismatch, changes in runs:
         lab = Lab(configured(task, MISMATCHES[mismatch], changes), task, MISMATCHES[mismatch])
         steps = [lab.step() for _ in range(3)]
-        errors = {n: [x for x in of if not math.isnan(x)] for n, of in lab.mismatch().items()}
-        results.append({n: [s[n] for s in steps if n in s] for n in kept} | errors)
+        errors = {
+            name: [value for value in values if not math.isnan(value)]
+            for name, values in lab.mismatch().items()
+        }
+        results.append({n: [s[n] for s in steps if n in s] for n in metric_names} | errors)
         destroy_topology()
     return results
 
@@ -74,37 +77,37 @@ def test_a_copy_of_the_policy_samples_with_a_mismatch_that_is_measured(tmp_path:
         ("bf16", []),
     ]
     (results,) = run_ranks("tests.integration.test_lab:worker", 1, folder, variants)
-    first, again, other, rounded, late, flipped, replayed, decoded, half = results
+    first, repeated, other_seed, int4, stale, flips, flips_replayed, decode, bf16 = results
 
     # Without a mismatch the copy is the trainer's policy, and a run is the same bit for bit each time.
-    assert first == again
+    assert first == repeated
     assert max(first[names.GAP_ON_POLICY] + first[PROB_ERROR]) < 1e-6
-    assert other[names.REWARD] != first[names.REWARD]
+    assert other_seed[names.REWARD] != first[names.REWARD]
 
     # A step's first mini-batch is at the weights that the copy was made from: the whole gap comes from rounding.
-    assert min(rounded[names.GAP_ON_POLICY]) > 1e-4
-    assert max(rounded[RATIO_ERROR]) > 1e-2
+    assert min(int4[names.GAP_ON_POLICY]) > 1e-4
+    assert max(int4[RATIO_ERROR]) > 1e-2
 
     # The first batch was sampled by the trainer's weights, later batches by weights that are one update older.
-    assert late[names.STALENESS_MAX] == [0, 1, 1]
-    assert len(late[names.GAP_ON_POLICY]) == 1
-    assert late[names.GAP_ON_POLICY][0] < 1e-6
-    assert len(late[names.GAP_STALE]) == 2
-    assert min(late[names.GAP_STALE]) > 1e-6
+    assert stale[names.STALENESS_MAX] == [0, 1, 1]
+    assert len(stale[names.GAP_ON_POLICY]) == 1
+    assert stale[names.GAP_ON_POLICY][0] < 1e-6
+    assert len(stale[names.GAP_STALE]) == 2
+    assert min(stale[names.GAP_STALE]) > 1e-6
 
     # For half of the tokens, one of the two experts is not the trainer's choice, unless the trainer replays them.
-    assert min(flipped[names.GAP_ON_POLICY]) > 1e-6
-    assert 0.4 < replayed[names.ROUTING_AGREEMENT_FIRST][0] < 0.6
-    assert max(replayed[names.GAP_ON_POLICY]) < 1e-7
+    assert min(flips[names.GAP_ON_POLICY]) > 1e-6
+    assert 0.4 < flips_replayed[names.ROUTING_AGREEMENT_FIRST][0] < 0.6
+    assert max(flips_replayed[names.GAP_ON_POLICY]) < 1e-7
 
     # Decoding reads keys and values in bfloat16, while the trainer's single pass has them in float32. This is a part of
     # the effect of bfloat16.
-    assert min(decoded[names.GAP_ON_POLICY]) > 1e-6
-    assert max(decoded[names.GAP_ON_POLICY]) < min(half[names.GAP_ON_POLICY])
+    assert min(decode[names.GAP_ON_POLICY]) > 1e-6
+    assert max(decode[names.GAP_ON_POLICY]) < min(bf16[names.GAP_ON_POLICY])
 
 
-def small_arena(folder: Path) -> None:
-    """One claim with two seeds: it is interrupted, continued, and drawn from the kept results."""
+def run_small_arena(folder: Path) -> None:
+    """Run an arena of one claim with two seeds: interrupt it, continue it, and draw its page from the kept results."""
     results = folder / "results.jsonl"
     checkpoint = save_tiny_model(folder / "model", "qwen3")
 
@@ -157,15 +160,16 @@ def small_arena(folder: Path) -> None:
     assert results.read_text().splitlines()[3:] == lines[2:]
     kept = folder / "kept.jsonl.gz"
     kept.write_bytes(gzip.compress(results.read_bytes()))
-    drawn = ["--quick", "--only-findings", "--results", str(kept), "--out", str(folder / "again")]
-    assert run.main(drawn) == 0
-    assert (folder / "again" / "findings.md").read_text() == page
+    again = folder / "again"
+    redraw = ["--quick", "--only-findings", "--results", str(kept), "--out", str(again)]
+    assert run.main(redraw) == 0
+    assert (again / "findings.md").read_text() == page
 
 
 def test_an_arena_that_was_interrupted_goes_on_and_is_drawn_again(tmp_path: Path) -> None:
     # Run in a process without threads, because each run is a fork of the process.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        pool.submit(small_arena, tmp_path).result()
+        pool.submit(run_small_arena, tmp_path).result()
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,13 @@ def assert_every_response_counted_once(directory: Path, steps: int) -> None:
 
 
 def listening(run: TrainingRun) -> set[str]:
-    """Addresses that the run's processes listen on."""
+    """Return the addresses that the run's processes listen on."""
     found = [c for process in run.family() for c in process.net_connections("tcp")]
     return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
 
 
 def private_places(run: TrainingRun) -> dict[Path, int]:
-    """The files of the run's processes in temporary folders and in shared memory, with their permissions."""
+    """Return the files of the run's processes in temporary folders and shared memory, with their permissions."""
     pids = {process.pid for process in run.family()}
     found = [
         path
@@ -61,8 +61,8 @@ def private_places(run: TrainingRun) -> dict[Path, int]:
 
 
 @pytest.fixture(scope="module")
-def disturbed(config):
-    """Four steps, the engine killed while it generates for the third."""
+def disturbed_run(config):
+    """A run of four steps, whose engine is killed while it generates for the third step."""
     keys = {API_KEY_VARIABLE: "api-key-of-the-run", ADMIN_KEY_VARIABLE: "admin-key-of-the-run"}
     # Responses of 160 tokens take seconds.
     run = TrainingRun(config, "rollout.max_response_tokens=160", variables=keys)
@@ -80,47 +80,48 @@ def disturbed(config):
     return run
 
 
-def test_a_killed_engine_is_replaced_and_the_run_completes(disturbed):
-    assert steps_of(disturbed.directory) == [0, 1, 2, 3, 4]
-    assert "restart 1 of 3" in disturbed.text
-    assert "engine restored at weight version 2" in disturbed.text
-    assert_every_response_counted_once(disturbed.directory, 4)
+def test_a_killed_engine_is_replaced_and_the_run_completes(disturbed_run):
+    assert steps_of(disturbed_run.directory) == [0, 1, 2, 3, 4]
+    assert "restart 1 of 3" in disturbed_run.text
+    assert "engine restored at weight version 2" in disturbed_run.text
+    assert_every_response_counted_once(disturbed_run.directory, 4)
 
 
-def test_it_is_out_of_reach_of_others_and_leaves_nothing_behind(disturbed):
-    assert disturbed.listening == {"127.0.0.1"}
-    assert len([path for path in disturbed.private if path.parent.name.startswith("mdppo-")]) > 4
-    assert {mode & 0o077 for mode in disturbed.private.values()} == {0}
-    assert not [path for path in disturbed.private if path.exists()]
-    files = [path for path in disturbed.directory.rglob("*") if path.is_file()]
+def test_it_is_out_of_reach_of_others_and_leaves_nothing_behind(disturbed_run):
+    assert disturbed_run.listening == {"127.0.0.1"}
+    in_folders = [p for p in disturbed_run.private if p.parent.name.startswith("mdppo-")]
+    assert len(in_folders) > 4
+    assert {mode & 0o077 for mode in disturbed_run.private.values()} == {0}
+    assert not [path for path in disturbed_run.private if path.exists()]
+    files = [path for path in disturbed_run.directory.rglob("*") if path.is_file()]
     for path in files:
         content = path.read_bytes()
-        assert not [key for key in disturbed.keys if key.encode() in content], path
+        assert not [key for key in disturbed_run.keys if key.encode() in content], path
 
 
-def test_every_weight_update_was_verified(disturbed):
-    summary = summary_of(disturbed.directory)
+def test_every_weight_update_was_verified(disturbed_run):
+    summary = summary_of(disturbed_run.directory)
     assert summary["steps"] == 4
     assert summary["weight_updates"] == summary["weight_updates_verified"] == 4 + 1 + 1
     versions = {
         span.weight_version
-        for r in load_batch(disturbed.directory / "rollouts", 4)
+        for r in load_batch(disturbed_run.directory / "rollouts", 4)
         for span in r.version_spans
     }
     assert versions == {3}
 
 
-def test_trainer_engine_and_export_agree(disturbed):
-    summary = summary_of(disturbed.directory)
+def test_trainer_engine_and_export_agree(disturbed_run):
+    summary = summary_of(disturbed_run.directory)
     assert summary["mean_abs_prob_gap"] <= 1e-4
     assert summary["hf_export_max_logprob_diff"] <= 1e-4
-    assert (disturbed.directory / "report.png").stat().st_size > 10_000
-    assert list((disturbed.directory / "tensorboard").iterdir())
+    assert (disturbed_run.directory / "report.png").stat().st_size > 10_000
+    assert list((disturbed_run.directory / "tensorboard").iterdir())
     assert {"generate", "train", "sync"} <= set(summary["seconds_per_phase"])
 
 
 def test_a_run_outlives_a_rank_and_a_server_until_ctrl_c(config, tmp_path):
-    """Trainer and server take turns on the same devices. A rank dies, then the server, each in any turn.
+    """Trainer and server take turns on the same devices. A rank is killed, and later the server, in whatever turn.
 
     There is no checkpoint, so the new ranks repeat every step, from the responses that were kept.
     """
@@ -160,7 +161,7 @@ def test_a_run_outlives_a_rank_and_a_server_until_ctrl_c(config, tmp_path):
 
 
 def weights_of(directory: Path) -> dict[str, str]:
-    """The hash of each step's new weights, by the name of the step's saved batch."""
+    """Return the hash of each step's new weights, by the name of the step's saved batch."""
     paths = sorted((directory / "rollouts").glob(BATCH_FILES))
     seals = {path.name: SavedBatch(path.parent, int(path.stem[5:])).seal for path in paths}
     return {name: seal.weights[seal.step] for name, seal in seals.items()}
@@ -201,16 +202,16 @@ def test_ctrl_c_while_the_engine_starts_is_a_clean_stop(config, tmp_path):
         assert "Traceback" not in run.text
 
 
-def test_another_algorithm_does_not_continue_a_run(config, disturbed):
-    overrides = (f"run.directory={disturbed.directory}", "algorithm.name=grpo", "run.steps=5")
+def test_another_algorithm_does_not_continue_a_run(config, disturbed_run):
+    overrides = (f"run.directory={disturbed_run.directory}", "algorithm.name=grpo", "run.steps=5")
     with TrainingRun(config, *overrides) as run:
         run.finish(code=2)
         assert "algorithm.name: 'dppo-binary-tv' there, 'grpo' now" in run.text
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(config, disturbed, tmp_path):
-    """Both train on the rollouts of the disturbed run: 4 steps at once, or 2 steps and 2 more in a new process."""
-    common = (f"rollout.replay_from={disturbed.directory}/rollouts", "algorithm.name=pg-is")
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(config, disturbed_run, tmp_path):
+    """Both train on the rollouts of ``disturbed_run``: 4 steps at once, or 2 steps and 2 more in a new process."""
+    common = (f"rollout.replay_from={disturbed_run.directory}/rollouts", "algorithm.name=pg-is")
     directories = {}
     for name, parts in {"whole": (4,), "halves": (2, 4)}.items():
         directories[name] = tmp_path / name
@@ -222,11 +223,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(config, disturbed
     assert weights[0] == weights[1]
     losses = [[r.get("optimizer/grad_norm") for r in records_of(d)] for d in directories.values()]
     assert losses[0] == losses[1]
-    refused_over_another_start_model(config, directories["whole"], tmp_path, *common)
+    check_that_another_start_model_is_refused(config, directories["whole"], tmp_path, *common)
 
 
-def refused_over_another_start_model(config, directory: Path, tmp_path: Path, *common: str) -> None:
-    """A copy of the model in another folder continues the run. A copy with one flipped bit doesn't."""
+def check_that_another_start_model_is_refused(
+    config, directory: Path, tmp_path: Path, *common: str
+) -> None:
+    """Assert that a run does not continue with a copy of its start model in which one bit is flipped."""
     model = config.parent / "model"
     other = tmp_path / "model"
     shutil.copytree(model, other)

@@ -58,14 +58,14 @@ def elsewhere(config) -> Iterator[EngineProcess]:
 
 
 class FleetRun(TrainingRun):
-    """A run with a fleet."""
+    """A run with a fleet, and the command of its user."""
 
     @property
     def record(self) -> FleetRecord:
         return FleetRecord(self.directory)
 
     def command(self, *words: str) -> str:
-        """Output of the user's command on this run."""
+        """Return the output of the user's command on this run."""
         command = [sys.executable, "-m", "megatron_dppo.fleet", str(self.directory), *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         return done.stdout
@@ -132,7 +132,7 @@ def test_a_run_outlives_its_servers_and_takes_new_ones_in(config, elsewhere, mon
 
 
 def check_records(run: FleetRun) -> None:
-    """Every response is counted once, and was sampled by verified servers with the weights of its step."""
+    """Assert that every response is counted once, and that verified servers sampled it with the weights of its step."""
     steps = steps_of(run.directory)
     assert steps == list(range(len(steps)))
     for step in steps[1:]:

@@ -41,7 +41,7 @@ from tests.integration.weight_server import (
     KEY,
     PROMPT,
     RUNNER,
-    Served,
+    RunningServer,
     adapter_log_probs,
     assert_serves,
     engine_weights,
@@ -60,37 +60,37 @@ TOKENS = [*PROMPT, 3, 50, 77, 120, 9]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server that takes both kinds of updates. Its frozen model is unchanged until the update with merged weights."""
     server = serve(save_tiny_model(tmp_path_factory.mktemp("base")), lora=ALONE)
     yield server
     server.process.kill()
 
 
-class Disturbed(AdapterWeights):
-    """Adapters of a trainer whose log-probabilities are wrong by ``off`` nats, or whose folders are ``wrong``."""
+class DisturbedAdapters(AdapterWeights):
+    """Adapters of a trainer whose log-probabilities are wrong by ``error`` nats, or whose folders are wrong."""
 
-    off = 0.0
+    error = 0.0
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self.folder = DisturbedFolder(self.folder.adapters, self.folder.shape, self.folder.base)
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        return [[log_prob + self.off for log_prob in each] for each in super().score(prompts)]
+        return [[log_prob + self.error for log_prob in each] for each in super().score(prompts)]
 
 
 class DisturbedFolder(AdapterFolder):
-    wrong: ClassVar[bool] = False
+    is_wrong: ClassVar[bool] = False
 
     def write(self, out_dir: Any, tensors: Any, dtype: Any) -> None:
         first, *rest = tensors
-        changed = (first[0], first[1] + 1 if self.wrong else first[1])
+        changed = (first[0], first[1] + 1 if self.is_wrong else first[1])
         super().write(out_dir, [changed, *rest], dtype)
 
 
-async def held_by(url: str, base: str) -> list[str]:
-    """The engine's version and adapters."""
+async def engine_state(url: str, base: str) -> list[str]:
+    """Return the engine's version and adapters."""
     engine = await engine_weights(url, base)
     held = [await engine.version(), *await engine.adapter_names()]
     await engine.close()
@@ -98,10 +98,10 @@ async def held_by(url: str, base: str) -> list[str]:
 
 
 def update_adapters(url: str, base: str, adapters: str, exported: str) -> dict[str, Any]:
-    """Two expert-parallel ranks send only adapters: two versions, two updates that fail, and one more version."""
+    """On two expert-parallel ranks, send only adapters: two versions, two updates that fail, and one more version."""
     lora = {**ALONE, "start_from": adapters}
     trainer = Trainer(run_config(Path(base), parallel={"world_size": 2, "expert": 2}, lora=lora))
-    source, settings = Disturbed(trainer), WeightSyncConfig(strategy="disk")
+    source, settings = DisturbedAdapters(trainer), WeightSyncConfig(strategy="disk")
 
     async def open_engine(url: str) -> EngineWeights:
         return await engine_weights(url, base)
@@ -115,18 +115,18 @@ def update_adapters(url: str, base: str, adapters: str, exported: str) -> dict[s
             value.mul_(1.05)
         try:
             report = updates.update(version)
-            said = [report.verified, report.bytes, report.tensors, report.canary is not None]
+            outcome = [report.verified, report.bytes, report.tensors, report.canary is not None]
         except WeightUpdateError as error:
-            said = [str(error)]
-        steps.append([said, RUNNER.run(held_by(url, base))])
+            outcome = [str(error)]
+        steps.append([outcome, RUNNER.run(engine_state(url, base))])
 
     step(1)
     step(2)
-    DisturbedFolder.wrong = True
+    DisturbedFolder.is_wrong = True
     step(3)
-    DisturbedFolder.wrong, source.off = False, 0.5
+    DisturbedFolder.is_wrong, source.error = False, 0.5
     step(3)
-    source.off = 0.0
+    source.error = 0.0
     step(3)
     updates.close()
     trainer.adapted.export(exported, trainer.config.model.hf_checkpoint)
@@ -134,15 +134,15 @@ def update_adapters(url: str, base: str, adapters: str, exported: str) -> dict[s
     return {"steps": steps}
 
 
-def test_the_engine_computes_with_adapters_alone(served: Served, tmp_path: Path) -> None:
-    adapters = save_random_adapters(tmp_path / "adapters", served.folder, ALONE)
+def test_the_engine_computes_with_adapters_alone(server: RunningServer, tmp_path: Path) -> None:
+    adapters = save_random_adapters(tmp_path / "adapters", server.folder, ALONE)
     exported = tmp_path / "exported"
     worker = "tests.integration.test_lora_update:update_adapters"
-    where = (served.process.url, str(served.folder), str(adapters), str(exported))
+    where = (server.process.url, str(server.folder), str(adapters), str(exported))
     found, *_ = run_ranks(worker, 2, *where)
     first, second, wrong_file, wrong_scores, third = found["steps"]
     sent = load_file(exported / "adapter_model.safetensors").values()
-    size, whole = sum(t.nbytes for t in sent), len(RUNNER.run(served.weights().checksums())[0])
+    size, whole = sum(t.nbytes for t in sent), len(RUNNER.run(server.weights().checksums())[0])
     # Four fused matrices' A and B in two layers, and in the first update the frozen model.
     assert first == [[True, size, whole + 8, True], ["1", "policy-1"]]
     assert second == [[True, size, 8, True], ["2", "policy-2"]]
@@ -152,20 +152,20 @@ def test_the_engine_computes_with_adapters_alone(served: Served, tmp_path: Path)
     assert wrong_file[1] == wrong_scores[1] == ["2", "policy-2"]
     assert third[1] == ["3", "policy-3"]
 
-    judge, _ = peft_model(str(served.folder), str(exported))
+    judge, _ = peft_model(str(server.folder), str(exported))
     with torch.no_grad():
         logits = judge(torch.tensor([TOKENS])).logits[0, :-1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0].tolist()
-    compare_canary([expected], [adapter_log_probs(served, "policy-3", TOKENS)], CLOSE)
+    compare_canary([expected], [adapter_log_probs(server, "policy-3", TOKENS)], CLOSE)
     with pytest.raises(EngineRequestError, match="never been loaded: policy-4"):
-        adapter_log_probs(served, "policy-4", TOKENS)
-    # The folder that a run exports, by SGLang's own endpoint.
-    RUNNER.run(served.weights().load_adapter("exported", str(exported)))
-    compare_canary([expected], [adapter_log_probs(served, "exported", TOKENS)], CLOSE)
-    RUNNER.run(served.weights().drop_adapters())
+        adapter_log_probs(server, "policy-4", TOKENS)
+    # SGLang's own endpoint loads the folder that a run exports.
+    RUNNER.run(server.weights().load_adapter("exported", str(exported)))
+    compare_canary([expected], [adapter_log_probs(server, "exported", TOKENS)], CLOSE)
+    RUNNER.run(server.weights().drop_adapters())
 
 
-async def under_way(fleet: FleetClient, calls: int, weights: EngineWeights) -> None:
+async def wait_until_under_way(fleet: FleetClient, calls: int, weights: EngineWeights) -> None:
     """Wait until the server has ``calls`` calls and has answered a later call. Each call then has 1 to 299 tokens."""
     while sum(active.in_flight for active in fleet._servers) < calls:
         await asyncio.sleep(0.01)
@@ -173,16 +173,18 @@ async def under_way(fleet: FleetClient, calls: int, weights: EngineWeights) -> N
     await weights.score([TOKENS], adapter_name(1))
 
 
-def test_an_aborted_response_goes_on_with_the_new_adapters(served: Served, tmp_path: Path) -> None:
+def test_an_aborted_response_goes_on_with_the_new_adapters(
+    server: RunningServer, tmp_path: Path
+) -> None:
     """Each token's log-probability equals PEFT's with the adapters of the token's version."""
-    base = str(served.folder)
+    base = str(server.folder)
     folders = [
-        save_random_adapters(tmp_path / f"adapters{seed}", served.folder, ALONE, seed)
+        save_random_adapters(tmp_path / f"adapters{seed}", server.folder, ALONE, seed)
         for seed in (3, 4)
     ]
     sampling = SamplingParams(300, ignore_eos=True)
     requests = [GenerationRequest(i, PROMPT, sampling) for i in range(3)]
-    member = Member(Server("engine", served.process.url, 1, 1), Keys(KEY, ADMIN_KEY))
+    member = Member(Server("engine", server.process.url, 1, 1), Keys(KEY, ADMIN_KEY))
     continuation = Continuation(lambda ids, special=True: "")
 
     async def load(weights: EngineWeights, version: int) -> None:
@@ -195,14 +197,14 @@ def test_an_aborted_response_goes_on_with_the_new_adapters(served: Served, tmp_p
         await weights.drop_adapters(kept=name)
 
     async def work() -> Results:
-        weights = await engine_weights(served.process.url, base)
+        weights = await engine_weights(server.process.url, base)
         fleet = FleetClient(lambda lost: None, adapters=True)
         await load(weights, 1)
         await fleet.serve([member], 1)
         limits = GenerationLimits(concurrency=3)
-        drawing = generate_many(fleet, requests, limits, continuation=continuation)
-        running = asyncio.create_task(drawing)
-        await under_way(fleet, len(requests), weights)
+        generation = generate_many(fleet, requests, limits, continuation=continuation)
+        running = asyncio.create_task(generation)
+        await wait_until_under_way(fleet, len(requests), weights)
         await fleet.hold(abort=True)
         await load(weights, 2)
         await fleet.serve([member], 2)
@@ -226,17 +228,17 @@ def test_an_aborted_response_goes_on_with_the_new_adapters(served: Served, tmp_p
                 [judge(tokens).logits[0, len(PROMPT) - 1 : -1] for judge in judges]
             )
         log_probs = logits.log_softmax(-1).numpy()
-        named = log_probs[versions - 1, np.arange(300), whole.response_ids]
+        of_own_version = log_probs[versions - 1, np.arange(300), whole.response_ids]
         other = log_probs[2 - versions, np.arange(300), whole.response_ids]
-        told = whole.columns["rollout_log_probs"]
-        assert np.abs(told - named).max() < 1e-5
+        reported = whole.columns["rollout_log_probs"]
+        assert np.abs(reported - of_own_version).max() < 1e-5
         boundary = int(np.argmax(versions == 2))
-        off_by_one.append(np.abs(told - other)[boundary - 1 : boundary + 1])
+        off_by_one.append(np.abs(reported - other)[boundary - 1 : boundary + 1])
     assert np.max(off_by_one) > 1e-2
 
 
 def update_twice(url: str, base: str, adapters: str, merged: str) -> dict[str, Any]:
-    """Two expert-parallel ranks send merged weights twice, canary included, and export them."""
+    """On two expert-parallel ranks, send merged weights twice, with the canary, and export them."""
     lora = {**SECTION, "start_from": adapters}
     trainer = Trainer(run_config(Path(base), parallel={"world_size": 2, "expert": 2}, lora=lora))
 
@@ -257,17 +259,17 @@ def update_twice(url: str, base: str, adapters: str, merged: str) -> dict[str, A
     }
 
 
-def test_the_engine_runs_the_merged_model(served: Served, tmp_path: Path) -> None:
-    adapters = save_random_adapters(tmp_path / "adapters", served.folder, SECTION)
+def test_the_engine_runs_the_merged_model(server: RunningServer, tmp_path: Path) -> None:
+    adapters = save_random_adapters(tmp_path / "adapters", server.folder, SECTION)
     merged = tmp_path / "merged"
     worker = "tests.integration.test_lora_update:update_twice"
-    where = (served.process.url, str(served.folder), str(adapters), str(merged))
+    where = (server.process.url, str(server.folder), str(adapters), str(merged))
     found, *_ = run_ranks(worker, 2, *where)
-    size = sum(t.nbytes for t in read(served.folder).values())
+    size = sum(t.nbytes for t in read(server.folder).values())
     assert found == {"verified": [True, True], "bytes": [size, size]}
-    assert_serves(served, merged, 2)
+    assert_serves(server, merged, 2)
     assert not read(merged)["model.layers.0.self_attn.q_proj.weight"].equal(
-        read(served.folder)["model.layers.0.self_attn.q_proj.weight"]
+        read(server.folder)["model.layers.0.self_attn.q_proj.weight"]
     )
 
 

@@ -1,4 +1,4 @@
-"""A model family is one function: docs/extending.md's Mixtral, in a copy of the package, converts, trains, serves."""
+"""A model family is one function: a copy of the package with docs/extending.md's Mixtral converts and trains it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def config(tmp_path_factory) -> Path:
 
 
 def convert(package: Path, *words: str | Path) -> str:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "megatron_dppo.convert", *map(str, words)],
         cwd=package,
         env=os.environ | {"PYTHONPATH": str(package)},
@@ -52,18 +52,18 @@ def convert(package: Path, *words: str | Path) -> str:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def test_the_package_itself_does_not_know_it(config):
     command = [sys.executable, "-m", "megatron_dppo.convert", "plan", "--hf-config"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, config.parent / "model"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2
-    assert "model_type 'mixtral'; supported families: " in done.stderr
-    assert "'mixtral'" not in done.stderr.partition("supported families: ")[2]
+    assert completed.returncode == 2
+    assert "model_type 'mixtral'; supported families: " in completed.stderr
+    assert "'mixtral'" not in completed.stderr.partition("supported families: ")[2]
 
 
 def test_it_converts_both_ways(package, config, tmp_path):

@@ -78,8 +78,8 @@ class Place:
 
 
 @contextmanager
-def served(folder: Path, *settings: str, **sizes: int) -> Iterator[Place]:
-    """A configuration and its server. Every step has the same prompts.
+def serve_config(folder: Path, *settings: str, **sizes: int) -> Iterator[Place]:
+    """Write a configuration and start its server. Every step has the same prompts.
 
     ``sizes``: sizes of the model that differ from the tiny model's.
     """
@@ -90,36 +90,36 @@ def served(folder: Path, *settings: str, **sizes: int) -> Iterator[Place]:
     lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
     (folder / "train.jsonl").write_text("".join(lines[:PROMPTS]))
     own = [*COMMON, REPLAY, *settings, f"run.directory={folder}/fleet"]
-    with KeptFleet(load_config(str(config), own)) as kept:
-        kept.members(1)
-        yield Place(config, settings, kept.rank_variables)
+    with KeptFleet(load_config(str(config), own)) as fleet:
+        fleet.members(1)
+        yield Place(config, settings, fleet.rank_variables)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Iterator[Place]:
-    with served(tmp_path_factory.mktemp("planted"), DETERMINISTIC) as place:
+    with serve_config(tmp_path_factory.mktemp("planted"), DETERMINISTIC) as place:
         yield place
 
 
 @pytest.fixture(scope="module")
 def other_place(tmp_path_factory) -> Iterator[Place]:
-    """A server with a prefix cache: on a CPU, SGLang has no deterministic prefix cache. The server also has a fault:
-    with any temperature, it answers with log-probabilities at temperature 1."""
+    """A server with a prefix cache. It is not deterministic, because on a CPU SGLang has no deterministic prefix cache.
+    The server also has a fault: with any temperature, it reports log-probabilities at temperature 1."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
-        with served(tmp_path_factory.mktemp("other")) as place:
+        with serve_config(tmp_path_factory.mktemp("other")) as place:
             yield place
 
 
 @pytest.fixture(scope="module")
 def fp8_place(tmp_path_factory) -> Iterator[Place]:
     settings = "model.dtype=bfloat16", "engine.quantization=fp8", "rollout.largest_gap=1e-6"
-    with served(tmp_path_factory.mktemp("fp8"), *settings, **SIZES) as place:
+    with serve_config(tmp_path_factory.mktemp("fp8"), *settings, **SIZES) as place:
         yield place
 
 
 def with_models(package: str, **variables: str) -> AbstractContextManager[None]:
-    """The environment of servers that use the models of ``package`` in place of SGLang's."""
+    """Let servers that start in this context use the models of ``package`` in place of SGLang's."""
 
     @contextmanager
     def environment() -> Iterator[None]:
@@ -139,8 +139,8 @@ class LoopEnd:
     error: str | None
 
 
-def looped(place: Place, directory: Path, steps: int, *overrides: str) -> LoopEnd:
-    """A rank's whole run in this process."""
+def run_loop(place: Place, directory: Path, steps: int, *overrides: str) -> LoopEnd:
+    """Run the whole loop in this process, as the only rank."""
     own = f"run.directory={directory}", f"run.steps={steps}"
     config = load_config(str(place.config), [*COMMON, *place.settings, *overrides, *own])
     directory.mkdir()
@@ -161,8 +161,8 @@ def looped(place: Place, directory: Path, steps: int, *overrides: str) -> LoopEn
     return LoopEnd(directory, None)
 
 
-def examined(directory: Path, step: int, *options: str) -> dict[str, Any]:
-    """The command's figures about the batch of ``step``, found in less than two minutes."""
+def examine_step(directory: Path, step: int, *options: str) -> dict[str, Any]:
+    """Return the doctor's figures about the batch of ``step``. They must take less than two minutes."""
     file, start = directory / "doctor.json", time.process_time()
     assert doctor([str(directory), "--step", str(step), "--json", str(file), *options]) == 0
     # The doctor promises this limit for each cause. It is thirty times the usual time, so it does not test the speed.
@@ -179,10 +179,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def in_updates(change: Callable[[Tensors, Tensors], Mapping[str, torch.Tensor]]) -> Plant:
-    """Plant ``change`` in weight updates: a function of the gathered tensors by name, and of the first update's
-    tensors.
+    """Plant ``change`` in weight updates.
 
-    It returns the tensors that the engine receives.
+    ``change``: a function of the gathered tensors by name and of the first update's tensors. It returns the tensors
+    that the engine receives.
     """
 
     def plant(patch: pytest.MonkeyPatch) -> None:
@@ -201,8 +201,8 @@ def in_updates(change: Callable[[Tensors, Tensors], Mapping[str, torch.Tensor]])
     return plant
 
 
-def of_next_rank(tensors: Tensors, _: Tensors) -> Tensors:
-    """The experts of two ranks, gathered in the wrong order."""
+def with_next_ranks_experts(tensors: Tensors, _: Tensors) -> Tensors:
+    """Exchange the experts of two ranks, as a gather in the wrong order does."""
 
     def source(name: str) -> str:
         head, experts, tail = name.partition(".experts.")
@@ -215,14 +215,18 @@ def of_next_rank(tensors: Tensors, _: Tensors) -> Tensors:
 
 
 def with_norms_swapped(tensors: Tensors, _: Tensors) -> Tensors:
-    names = ("input_layernorm", "post_attention_layernorm")
-    back = dict(zip(names, names[::-1], strict=True))
-    parts = {name: next((n for n in names if n in name), "") for name in tensors}
-    return {n: tensors[n.replace(p, back[p]) if p else n] for n, p in parts.items()}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    swapped = {}
+    for name, tensor in tensors.items():
+        swapped[name] = tensor
+        for norm, other in (norms, norms[::-1]):
+            if norm in name:
+                swapped[name] = tensors[name.replace(norm, other)]
+    return swapped
 
 
 def with_stale_shard(tensors: Tensors, first: Tensors) -> Tensors:
-    """The experts of the second of two ranks stay as in the first update."""
+    """Keep the experts of the second of two ranks as in the first update."""
     late = [f".experts.{e}." for e in range(EXPERTS // 2, EXPERTS)]
     return {n: first[n] if any(e in n for e in late) else t for n, t in tensors.items()}
 
@@ -230,7 +234,7 @@ def with_stale_shard(tensors: Tensors, first: Tensors) -> Tensors:
 def in_requests(change: Callable[[dict[str, Any], tuple[int, int]], None]) -> Plant:
     """Plant ``change`` in requests: a function of SGLang's sampling parameters and the key (problem, sample).
 
-    The stamp of a response has the right parameters.
+    The stamp of the response keeps the right parameters.
     """
 
     def plant(patch: pytest.MonkeyPatch) -> None:
@@ -247,7 +251,7 @@ def in_requests(change: Callable[[dict[str, Any], tuple[int, int]], None]) -> Pl
 
 
 def in_head(**options: Any) -> Plant:
-    """The trainer's output layer computes with these ``options``."""
+    """Let the trainer's output layer compute with these ``options``."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         head_stats = step.head_stats
@@ -266,7 +270,7 @@ def in_head(**options: Any) -> Plant:
 
 
 def with_slow_positions(patch: pytest.MonkeyPatch) -> None:
-    """The trainer's rotary embedding is scaled for a context of double length."""
+    """Scale the trainer's rotary embedding for a context of double length."""
     # Megatron-Core may not be imported before our trainer is.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -280,25 +284,18 @@ def with_slow_positions(patch: pytest.MonkeyPatch) -> None:
 
 
 def in_replay(layers: int, tokens: int) -> Plant:
-    """The trainer's routers receive recorded routing ``layers`` layers and ``tokens`` tokens too late."""
+    """Give the trainer's routers the recorded routing ``layers`` layers and ``tokens`` tokens too late."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         load = ModelReplay.load
 
         def wrong(self: ModelReplay, batches: Any) -> None:
-            load(
-                self,
-                [
-                    replace(
-                        b,
-                        columns={
-                            **b.columns,
-                            RECORDING: b.columns[RECORDING].roll((tokens, layers), (0, 1)),
-                        },
-                    )
-                    for b in batches
-                ],
-            )
+            shifted_batches = []
+            for batch in batches:
+                shifted = batch.columns[RECORDING].roll((tokens, layers), (0, 1))
+                columns = {**batch.columns, RECORDING: shifted}
+                shifted_batches.append(replace(batch, columns=columns))
+            load(self, shifted_batches)
 
         patch.setattr(ModelReplay, "load", wrong)
 
@@ -306,12 +303,12 @@ def in_replay(layers: int, tokens: int) -> Plant:
 
 
 def without_flush(patch: pytest.MonkeyPatch) -> None:
-    """The engine keeps keys and values through an update."""
+    """Let the engine keep keys and values through an update."""
 
-    async def kept(self: EngineWeights, wait_s: float) -> bool:
+    async def skip_flush(self: EngineWeights, wait_s: float) -> bool:
         return True
 
-    patch.setattr(EngineWeights, "_flush", kept)
+    patch.setattr(EngineWeights, "_flush", skip_flush)
 
 
 def both(first: Plant, second: Plant) -> Plant:
@@ -333,13 +330,13 @@ class Fault:
     place: str = "place"
 
 
-def asking(name: str, value: Any) -> Callable[[dict[str, Any], Any], None]:
+def set_parameter(name: str, value: Any) -> Callable[[dict[str, Any], Any], None]:
     return lambda sampling, _: sampling.update({name: value})
 
 
 FAULTS = {
     "wrong EP gather": Fault(
-        in_updates(of_next_rank),
+        in_updates(with_next_ranks_experts),
         ("engine: weights: each of 2 ranks has the experts of the next",),
         overrides=(REPLAY,),
     ),
@@ -354,7 +351,7 @@ FAULTS = {
         in_head(temperature=1.0), ("trainer: sampling transform: temperature 1, not 0.7",)
     ),
     "temperature missing in both": Fault(
-        both(in_head(temperature=1.0), in_requests(asking("temperature", 1.0))),
+        both(in_head(temperature=1.0), in_requests(set_parameter("temperature", 1.0))),
         (
             "engine: sampling transform: temperature 1, not 0.7",
             "trainer: sampling transform: temperature 1, not 0.7",
@@ -371,7 +368,7 @@ FAULTS = {
         ("trainer: routing: recorded experts of the token before",),
         overrides=(REPLAY,),
     ),
-    "top-p mismatch": Fault(in_requests(asking("top_p", 0.8)), ("sampling: the ",)),
+    "top-p mismatch": Fault(in_requests(set_parameter("top_p", 0.8)), ("sampling: the ",)),
     "old prefix cache": Fault(
         without_flush,
         ("engine: cache: prompts' keys and values of version 0",),
@@ -380,7 +377,9 @@ FAULTS = {
         "other_place",
     ),
     "truncated vocabulary": Fault(
-        in_requests(asking("logit_bias", {str(i): -1e9 for i in range(VOCABULARY * 3 // 4, 512)})),
+        in_requests(
+            set_parameter("logit_bias", {str(i): -1e9 for i in range(VOCABULARY * 3 // 4, 512)})
+        ),
         ("engine: sampling transform: vocabulary without the last of 4 shards", "sampling: the "),
     ),
     "bf16 head": Fault(in_head(dtype=torch.bfloat16), ("trainer: precision: output layer",)),
@@ -398,10 +397,10 @@ FAULTS = {
 
 @pytest.mark.parametrize("overrides", [(), (REPLAY,)], ids=["natural", "replayed"])
 def test_a_healthy_run_has_no_finding(place, tmp_path, overrides):
-    end = looped(place, tmp_path / "run", 2, *overrides)
+    end = run_loop(place, tmp_path / "run", 2, *overrides)
     assert end.error is None
     for number in (1, 2):
-        figures = examined(end.directory, number)
+        figures = examine_step(end.directory, number)
         assert figures["findings"] == []
         sides = ["engine", "trainer", *(["recording"] if REPLAY in overrides else [])]
         assert [side["side"] for side in figures["sides"]] == sides
@@ -413,9 +412,9 @@ def test_the_doctor_names(request, tmp_path, monkeypatch, name):
     fault = FAULTS[name]
     fault.plant(monkeypatch)
     place = request.getfixturevalue(fault.place)
-    end = looped(place, tmp_path / "run", fault.step, *fault.overrides)
+    end = run_loop(place, tmp_path / "run", fault.step, *fault.overrides)
     monkeypatch.undo()
-    findings = examined(end.directory, fault.step)["findings"]
+    findings = examine_step(end.directory, fault.step)["findings"]
     assert len(findings) == len(fault.findings), findings
     for finding, expected in zip(findings, fault.findings, strict=True):
         assert finding.startswith(expected)
@@ -424,11 +423,11 @@ def test_the_doctor_names(request, tmp_path, monkeypatch, name):
 def test_a_disk_that_is_full_for_a_sample_ends_the_run_with_a_checkpoint(
     place, tmp_path, monkeypatch
 ):
-    """No checkpoint is due. There is no room for the step's samples. A later start with room continues from that
-    step."""
+    """No checkpoint is due, and the disk has no room for the samples of step 2. The run ends and saves a checkpoint of
+    this step, from which a later start continues."""
     step_of = run.Run.step
 
-    def on_a_full_disk(self: run.Run) -> None:
+    def step_on_full_disk(self: run.Run) -> None:
         if self.state.step == 1:
             samples = Path(self.config.run.directory) / "samples.jsonl"
             samples.unlink()
@@ -436,8 +435,8 @@ def test_a_disk_that_is_full_for_a_sample_ends_the_run_with_a_checkpoint(
         step_of(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.Run, "step", on_a_full_disk)
-        end = looped(place, tmp_path / "run", 4, "checkpoint.every=50")
+        patch.setattr(run.Run, "step", step_on_full_disk)
+        end = run_loop(place, tmp_path / "run", 4, "checkpoint.every=50")
     assert end.error is not None
     assert "RecordingError" in end.error
     assert "No space left" in end.error
@@ -449,29 +448,29 @@ def test_the_doctor_names_a_tokenizer_that_drifted(place, tmp_path):
     """Two tokens have exchanged their ids since the run."""
     model = tmp_path / "model"
     shutil.copytree(place.config.parent / "model", model)
-    end = looped(place, tmp_path / "run", 1, f"model.hf_checkpoint={model}")
+    end = run_loop(place, tmp_path / "run", 1, f"model.hf_checkpoint={model}")
     file = model / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     ids = tokenizer["model"]["vocab"]
     ids["+"], ids["="] = ids["="], ids["+"]
     file.write_text(json.dumps(tokenizer))
-    findings = examined(end.directory, 1)["findings"]
+    findings = examine_step(end.directory, 1)["findings"]
     assert len(findings) == 1
     assert findings[0].startswith(f"tokenizer: {PROMPTS * GROUP} prompts differ; ")
 
 
 def test_a_gap_that_stops_a_run_leaves_what_the_doctor_needs(place, tmp_path, monkeypatch):
-    """No checkpoint is due. The previous step's weights are kept for the batch that was not trained on. No later start
-    continues from them."""
+    """No checkpoint is due. The run saves the previous step's weights for the doctor, because the batch was not trained
+    on. No later start continues from them."""
     fault = FAULTS["weights one version old"]
     fault.plant(monkeypatch)
     own = ("checkpoint.every=50", "rollout.largest_gap=1e-6")
-    end = looped(place, tmp_path / "run", 3, *own)
+    end = run_loop(place, tmp_path / "run", 3, *own)
     monkeypatch.undo()
     assert end.error is not None
     assert "GapError" in end.error
     assert steps_of(end.directory)[-1] == 1
-    finding, of_tensors = examined(end.directory, 2)["findings"]
+    finding, of_tensors = examine_step(end.directory, 2)["findings"]
     assert finding.startswith(fault.findings[0])
     assert of_tensors.startswith("engine: weights: ")
     assert "is the tensor of version 0" in of_tensors
@@ -520,11 +519,11 @@ def test_the_tensors_of_servers_are_told_from_the_gap_of_quantisation(
 ):
     """Any gap ends the run here. The servers' tensors are kept with the batch."""
     in_quantiser(change)(monkeypatch)
-    end = looped(fp8_place, tmp_path / "run", 1)
+    end = run_loop(fp8_place, tmp_path / "run", 1)
     monkeypatch.undo()
     assert end.error is not None
     assert "GapError" in end.error
-    figures = examined(end.directory, 1)
+    figures = examine_step(end.directory, 1)
     of_tensors = [finding for finding in figures["findings"] if V_PROJ in finding]
     if difference is None:
         assert figures["findings"] == []
@@ -543,15 +542,15 @@ def test_a_bit_that_flips_in_a_weight_is_neither_trained_on_nor_saved(place, tmp
     """The bit flips while the batch of step 3 is generated. The engine has the weights from before the flip."""
     step_of = run.Run.step
 
-    def with_flip(self: run.Run) -> None:
+    def step_with_flip(self: run.Run) -> None:
         if self.state.step == 2:
             weight = next(iter(self.trainer.base_weights().values()))
             weight.view(-1)[0] = -1.8e36
         step_of(self)
 
-    monkeypatch.setattr(run.Run, "step", with_flip)
+    monkeypatch.setattr(run.Run, "step", step_with_flip)
     settings = ("checkpoint.every=50", "checkpoint.export_hf=true")
-    end = looped(place, tmp_path / "run", 4, *settings)
+    end = run_loop(place, tmp_path / "run", 4, *settings)
     assert end.error is not None
     assert "AlteredWeightsError" in end.error
     assert steps_of(end.directory)[-1] == 2
@@ -562,11 +561,11 @@ def test_a_bit_that_flips_in_a_weight_is_neither_trained_on_nor_saved(place, tmp
 def test_the_doctor_names_a_recording_of_other_experts_than_the_engine_used(tmp_path):
     with (
         with_models("tests.integration.wrong_recording"),
-        served(tmp_path / "served", DETERMINISTIC) as place,
+        serve_config(tmp_path / "served", DETERMINISTIC) as place,
     ):
-        end = looped(place, tmp_path / "run", 1, REPLAY)
+        end = run_loop(place, tmp_path / "run", 1, REPLAY)
     assert end.error is None
-    (finding,) = examined(end.directory, 1)["findings"]
+    (finding,) = examine_step(end.directory, 1)["findings"]
     assert finding.startswith("recording: ")
 
 
@@ -574,10 +573,10 @@ def test_the_trainer_follows_an_engine_with_other_routing(tmp_path):
     """In the arena's engine, half of the routed tokens have the next best expert in place of their last expert."""
     with (
         with_models(real_loop.ENGINE_MODELS, ARENA_MISMATCH="flips-r3"),
-        served(tmp_path / "served", DETERMINISTIC) as place,
+        serve_config(tmp_path / "served", DETERMINISTIC) as place,
     ):
         ends = {
-            replays: looped(
+            replays: run_loop(
                 place, tmp_path / f"run-{replays}", 1, f"rollout.router_replay={replays}"
             )
             for replays in ("true", "false")
@@ -590,23 +589,23 @@ def test_the_trainer_follows_an_engine_with_other_routing(tmp_path):
     assert records["false"][names.GAP_ON_POLICY] > 1e-4
     assert 0.35 < records["true"][names.ROUTING_AGREEMENT_FIRST] < 0.65
     # With the recorded rows, the trainer reproduces the engine's values. The engine is at fault.
-    (finding,) = examined(ends["true"].directory, 1)["findings"]
+    (finding,) = examine_step(ends["true"].directory, 1)["findings"]
     assert finding.startswith("engine: routing: experts as recorded")
 
 
 def test_the_frequency_canary_stops_a_temperature_that_both_forgot(
     other_place, tmp_path, monkeypatch
 ):
-    """The sampler samples at temperature 0.5, but engine and trainer compute with 1. The weights are kept."""
+    """The sampler samples at temperature 0.5, but engine and trainer compute with 1. The run keeps the weights."""
     in_head(temperature=1.0)(monkeypatch)
     own = ("rollout.temperature=0.5", "rollout.max_response_tokens=64", "checkpoint.every=50")
-    end = looped(other_place, tmp_path / "run", 20, *own)
+    end = run_loop(other_place, tmp_path / "run", 20, *own)
     monkeypatch.undo()
     assert end.error is not None
     assert "FrequencyError: sampled tokens are " in end.error
     assert "less surprising" in end.error
     # The last step has no record, but its batch is kept.
-    findings = examined(end.directory, len(steps_of(end.directory)))["findings"]
+    findings = examine_step(end.directory, len(steps_of(end.directory)))["findings"]
     cause = "sampling transform: temperature 1, not 0.5"
     assert [finding.split(" (")[0] for finding in findings] == [
         f"engine: {cause}",
@@ -614,12 +613,12 @@ def test_the_frequency_canary_stops_a_temperature_that_both_forgot(
     ]
 
 
-# --- faults of data: a stamp or a seal shows them
+# --- faults of data, which a stamp or a seal shows
 
-Answers = list[Trajectory]
+Responses = list[Trajectory]
 
 
-def in_batches(change: Callable[[Answers], Answers]) -> Plant:
+def in_batches(change: Callable[[Responses], Responses]) -> Plant:
     """Plant ``change`` between generation and trainer: a function of a batch's responses."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
@@ -627,32 +626,32 @@ def in_batches(change: Callable[[Answers], Answers]) -> Plant:
 
         def wrong(self: GeneratedRollouts, number: int) -> RolloutBatch:
             batch = collect(self, number)
-            answers = change([t for _, t in sorted(batch.trajectories.items())])
-            outlines = [Outline.of(t) for t in answers]
-            return replace(batch, outlines=outlines, trajectories=dict(enumerate(answers)))
+            responses = change([t for _, t in sorted(batch.trajectories.items())])
+            outlines = [Outline.of(t) for t in responses]
+            return replace(batch, outlines=outlines, trajectories=dict(enumerate(responses)))
 
         patch.setattr(GeneratedRollouts, "collect", wrong)
 
     return plant
 
 
-def with_traded_prompts(answers: Answers) -> Answers:
+def with_traded_prompts(responses: Responses) -> Responses:
     """A response follows the prompt of another problem."""
-    one, other = answers[0], answers[GROUP]
+    one, other = responses[0], responses[GROUP]
     first = replace(one, token_ids=np.concatenate([other.prompt_ids, one.response_ids]))
-    return [first, *answers[1:]]
+    return [first, *responses[1:]]
 
 
-def with_traded_rewards(answers: Answers) -> Answers:
+def with_traded_rewards(responses: Responses) -> Responses:
     """Two groups exchange rewards and advantages. Each group is consistent in itself."""
-    others = [*answers[GROUP : 2 * GROUP], *answers[:GROUP], *answers[2 * GROUP :]]
+    others = [*responses[GROUP : 2 * GROUP], *responses[:GROUP], *responses[2 * GROUP :]]
     return [
         replace(t, reward=other.reward, advantage=other.advantage)
-        for t, other in zip(answers, others, strict=True)
+        for t, other in zip(responses, others, strict=True)
     ]
 
 
-def otherwise_ended(t: Trajectory) -> Trajectory:
+def with_other_finish_reason(t: Trajectory) -> Trajectory:
     return replace(t, finish_reason="stop" if t.finish_reason == "length" else "length")
 
 
@@ -669,7 +668,7 @@ def with_the_batch_before(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: GeneratedRollouts, number: int) -> RolloutBatch:
         before.append(collect(self, number))
-        # A learner takes the trajectories out of its batch.
+        # The learner removes the trajectories from its batch, so give it a copy.
         return replace(before[0], trajectories=dict(before[0].trajectories))
 
     patch.setattr(GeneratedRollouts, "collect", wrong)
@@ -699,7 +698,7 @@ DATA_FAULTS: dict[str, tuple[Plant, str]] = {
         "advantage: got 0.25",
     ),
     "a response twice": (in_batches(lambda a: [a[0], *a[:1], *a[2:]]), "group 0: got"),
-    "an end that wasn't": (in_batches(at(0, otherwise_ended)), "finish_reason: got"),
+    "an end that wasn't": (in_batches(at(0, with_other_finish_reason)), "finish_reason: got"),
     "equal seeds": (with_equal_seeds, "32 responses were drawn with 16 seeds"),
     "an evaluation's top-p": (
         with_an_evaluations_top_p,
@@ -712,7 +711,7 @@ DATA_FAULTS: dict[str, tuple[Plant, str]] = {
 def test_a_data_fault_stops_the_run_within_the_step(place, tmp_path, monkeypatch, name):
     plant, message = DATA_FAULTS[name]
     plant(monkeypatch)
-    end = looped(place, tmp_path / "run", 2, REPLAY)
+    end = run_loop(place, tmp_path / "run", 2, REPLAY)
     assert end.error is not None
     assert "SealError: the batch of step 1 is not what its seal says" in end.error
     assert message in end.error
@@ -721,7 +720,7 @@ def test_a_data_fault_stops_the_run_within_the_step(place, tmp_path, monkeypatch
 
 def test_a_batch_that_comes_twice_stops_the_run(place, tmp_path, monkeypatch):
     with_the_batch_before(monkeypatch)
-    end = looped(place, tmp_path / "run", 3)
+    end = run_loop(place, tmp_path / "run", 3)
     assert end.error is not None
     assert "the batch of step 2 is not what its seal says" in end.error
     assert "all responses are those of the batch before" in end.error

@@ -37,16 +37,16 @@ PROMPTS, GROUP, MINI_BATCHES = 8, 32, 2
 TOKENS = "policy/tokens"
 BLOCKED, PPO_ONLY, OWN_ONLY = "mask/masked", "mask/ppo_only", "mask/dppo_only"
 OTHER_WEIGHTS = {"gspo", "drpo", "bpo", "sapo", "gmpo", "minpro", "score-centering", "troll"}
-"""Presets whose weight is not pi / mu, or not all of the gradient."""
+"""Presets whose weight is not pi / mu, or whose gradient has other terms."""
 SAME_RATIO = [name for name in PRESETS if name not in OTHER_WEIGHTS]
 UNMASKED = ("pg-is", "pg-tis", "cispo", "drpo", "sapo", "minpro", "score-centering", "troll")
-BUILT = [build_algorithm(name) for name in PRESETS]
-CARRIED = {a.name: "whole" if a.needs_full_distribution else f"top {a.topk}" for a in BUILT}
-"""The part of TopK(mu) that a preset's batch has."""
+ALGORITHMS = [build_algorithm(name) for name in PRESETS]
+TOPK_PARTS = {a.name: "whole" if a.needs_full_distribution else f"top {a.topk}" for a in ALGORITHMS}
+"""Preset -> the part of TopK(mu) that its batch has."""
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """A run on a random MoE with a vocabulary of 36, vocab-parallel over two ranks."""
+    """Return the settings of a run on a random MoE with a vocabulary of 36, vocab-parallel over two ranks."""
     model = folder / "model"
     make_model(model, seed=1)
     sharpen(model / "model.safetensors")
@@ -77,7 +77,7 @@ def settings(folder: Path) -> dict[str, Any]:
 def sharpen(file: Path) -> None:
     """Make the fresh model less uniform, so that a token can move far, and let it end early.
 
-    Channel 0 of the hidden states becomes a constant, and so a bias of the output layer.
+    Channel 0 of the hidden states becomes a constant. Its column of the output layer is then a bias.
     """
     weights = load_file(file)
     weights["lm_head.weight"] *= 4
@@ -88,7 +88,7 @@ def sharpen(file: Path) -> None:
 
 
 def likely_answers(model: Path, prompts: list[str]) -> list[tuple[str, str]]:
-    """Each prompt with the number that the model most likely samples before the end, so that some
+    """Return each prompt with the number that the model most likely samples before the end, so that some
     responses have a reward and groups have an advantage.
     """
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), load_tokenizer(model)
@@ -100,13 +100,13 @@ def likely_answers(model: Path, prompts: list[str]) -> list[tuple[str, str]]:
         ids = tokenizer(text, return_tensors="pt").input_ids.expand(NUMBERS, -1)
         with torch.no_grad():
             log_p = policy(torch.cat([ids, numbers[:, None]], 1)).logits[:, -2:].log_softmax(-1)
-        says = log_p[0, 0, numbers] + log_p[:, 1, END]
-        found.append((prompt, str(int(says.argmax()))))
+        log_joint = log_p[0, 0, numbers] + log_p[:, 1, END]
+        found.append((prompt, str(int(log_joint.argmax()))))
     return found
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> dict[str, Any]:
+def recorded_config(tmp_path_factory) -> dict[str, Any]:
     """The settings of a finished run of ``dppo-topk-tv`` on the engine's TopK(mu)."""
     folder = tmp_path_factory.mktemp("presets")
     config = settings(folder)
@@ -118,15 +118,15 @@ def recorded(tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def batches(recorded) -> dict[str, str]:
+def batches(recorded_config) -> dict[str, str]:
     """Folders with the first recorded batch. Half of each group has a positive advantage."""
-    directory = Path(recorded["run"]["directory"])
+    directory = Path(recorded_config["run"]["directory"])
     batch = [
         t.without(*LOSS_COLUMNS).scored(t.reward, 0.5 if i % 2 else -0.5)
         for i, t in enumerate(load_batch(directory / "rollouts", 1))
     ]
     both = ("topk_ids", "topk_log_probs")
-    widths = {"whole": VOCABULARY, **{f"top {a.topk}": a.topk for a in BUILT}}
+    widths = {"whole": VOCABULARY, **{f"top {a.topk}": a.topk for a in ALGORITHMS}}
     for name, k in widths.items():
         cut = [
             t.without(*both) if k == 0 else t.with_columns(**{n: t.columns[n][:, :k] for n in both})
@@ -137,7 +137,7 @@ def batches(recorded) -> dict[str, str]:
 
 
 def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
-    """What each preset did in one step: calls of log_probs, and every mini-batch's figures."""
+    """Train a step with each preset. Return its calls of log_probs, and every mini-batch's figures."""
     from megatron_dppo.config.schema import TrainConfig
     from megatron_dppo.loop.ending import StopFlag, run_fence
     from megatron_dppo.loop.run import Run, RunData
@@ -163,7 +163,7 @@ def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
 
     Trainer.train_mini_batch, Trainer.log_probs = watched_train, watched_log_probs
     found = {}
-    for name, carried in CARRIED.items():
+    for name, topk_part in TOPK_PARTS.items():
         own = {
             **config,
             "run": {"directory": f"{config['run']['directory']}-{name}", "steps": 1},
@@ -171,7 +171,7 @@ def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
             "rollout": {
                 **config["rollout"],
                 "save": False,
-                "replay_from": batches[carried],
+                "replay_from": batches[topk_part],
             },
         }
         seen = {"recomputed": 0, "mini_batches": []}
@@ -187,21 +187,21 @@ def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def replayed(recorded, batches) -> dict[str, Any]:
+def replays(recorded_config, batches) -> dict[str, Any]:
     """``worker``'s result on rank 0. The ranks' results differ only in the shards of the weights."""
     target = "tests.integration.test_presets:worker"
-    return run_ranks(target, 2, recorded, batches, timeout=600)[0]
+    return run_ranks(target, 2, recorded_config, batches, timeout=600)[0]
 
 
 @pytest.fixture
-def second(replayed) -> dict[str, dict[str, float]]:
+def second(replays) -> dict[str, dict[str, float]]:
     """The second mini-batch by preset: one optimiser step away from mu."""
-    return {name: found["mini_batches"][1] for name, found in replayed.items()}
+    return {name: found["mini_batches"][1] for name, found in replays.items()}
 
 
-def test_topk_of_the_engine_reaches_the_loss(recorded):
-    """``dppo-topk-tv`` from the engine to the update. TopK(mu) is the whole vocabulary here."""
-    directory = Path(recorded["run"]["directory"])
+def test_topk_of_the_engine_reaches_the_loss(recorded_config):
+    """Run ``dppo-topk-tv`` from the engine to the update. TopK(mu) is the whole vocabulary here."""
+    directory = Path(recorded_config["run"]["directory"])
     steps = records_of(directory)[1:]
     assert [r["step"] for r in steps] == [1, 2]
     for record in steps:
@@ -213,9 +213,9 @@ def test_topk_of_the_engine_reaches_the_loss(recorded):
     assert summary["weight_updates"] == summary["weight_updates_verified"] == 3
 
 
-def test_topk_of_the_engine_is_ordered_and_sums_to_one(recorded):
-    """Therefore the first K columns equal the engine's answer for K."""
-    for trajectory in load_batch(Path(recorded["run"]["directory"]) / "rollouts", 2):
+def test_topk_of_the_engine_is_ordered_and_sums_to_one(recorded_config):
+    """Because of this order, the first K columns equal the engine's answer for K."""
+    for trajectory in load_batch(Path(recorded_config["run"]["directory"]) / "rollouts", 2):
         ids, log_probs = trajectory.columns["topk_ids"], trajectory.columns["topk_log_probs"]
         assert ids.shape == (trajectory.sampled, VOCABULARY)
         assert (np.sort(ids, 1) == np.arange(VOCABULARY)).all()
@@ -226,8 +226,8 @@ def test_topk_of_the_engine_is_ordered_and_sums_to_one(recorded):
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
-def test_a_preset_trains_in_the_real_loop(name, replayed):
-    found, algorithm = replayed[name], build_algorithm(name)
+def test_a_preset_trains_in_the_real_loop(name, replays):
+    found, algorithm = replays[name], build_algorithm(name)
     assert len(found["mini_batches"]) == MINI_BATCHES
     scores = algorithm.needs_recomputed or algorithm.step_bound is not None
     assert found["recomputed"] == (MINI_BATCHES if scores else 0)
@@ -240,8 +240,8 @@ def test_a_preset_trains_in_the_real_loop(name, replayed):
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
-def test_nothing_is_blocked_where_pi_is_mu(name, replayed):
-    first, reference = replayed[name]["mini_batches"][0], replayed["pg-is"]["mini_batches"][0]
+def test_nothing_is_blocked_where_pi_is_mu(name, replays):
+    first, reference = replays[name]["mini_batches"][0], replays["pg-is"]["mini_batches"][0]
     assert first["policy/abs_prob_gap"] / first[TOKENS] < 1e-5
     assert (first[BLOCKED], first["mask/cap_hit"], first[PPO_ONLY]) == (0, 0, 0)
     assert first["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3)
@@ -298,7 +298,7 @@ def test_masks_on_recomputed_log_probs_agree_where_engine_and_trainer_do(second)
 
 @pytest.mark.parametrize("name", SAME_RATIO)
 def test_disagreements_with_ppo_add_up(name, second):
-    """Tokens that both this mask and Clip-Higher block: each mask's blocked tokens without its own."""
+    """For each mask, blocked tokens less those that only this mask blocks are the tokens that both block."""
     found, clip = second[name], second["grpo-clip-higher"]
     assert found[BLOCKED] - found[OWN_ONLY] == clip[BLOCKED] - found[PPO_ONLY]
     assert (clip[PPO_ONLY], clip[OWN_ONLY]) == (0, 0)

@@ -1,4 +1,4 @@
-"""A whole rehearsal: a recipe of a user's own, two ranks, from its files to the verdict."""
+"""A whole rehearsal on two ranks, of a user's own recipe, from its files to the verdict."""
 
 import json
 import os
@@ -67,15 +67,15 @@ def rehearse(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_recipe_of_ones_own_passes(tmp_path):
-    done = rehearse(tmp_path, str(recipe(tmp_path)))
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
-    result = json.loads((tmp_path / "rehearsal" / "rehearsal.json").read_text())
-    assert result["passed"]
-    assert result["ranks"] == 2
-    missed = [row for row in result["findings"] if row["holds"] is False]
+    completed = rehearse(tmp_path, str(recipe(tmp_path)))
+    assert completed.returncode == 0, completed.stdout[-5000:] + completed.stderr[-3000:]
+    report = json.loads((tmp_path / "rehearsal" / "rehearsal.json").read_text())
+    assert report["passed"]
+    assert report["ranks"] == 2
+    missed = [row for row in report["findings"] if row["holds"] is False]
     assert missed == []
-    assert {"resume", "train after resume"} & set(result["phases"])
-    assert "sglang.tp_size" in {row["key"] for row in result["not_exercised"]}
+    assert {"resume", "train after resume"} & set(report["phases"])
+    assert "sglang.tp_size" in {row["key"] for row in report["not_exercised"]}
     assert not (tmp_path / "real").exists()
 
 
@@ -89,10 +89,10 @@ def test_a_recipe_of_ones_own_passes(tmp_path):
     ],
 )
 def test_a_fault_of_the_recipe_is_named_by_its_key(sections, key, tmp_path):
-    done = rehearse(tmp_path, str(recipe(tmp_path, **sections)))
-    assert done.returncode in (1, 2)
-    assert "FAILED" in done.stderr
-    assert key in done.stderr.partition("FAILED")[2]
+    completed = rehearse(tmp_path, str(recipe(tmp_path, **sections)))
+    assert completed.returncode in (1, 2)
+    assert "FAILED" in completed.stderr
+    assert key in completed.stderr.partition("FAILED")[2]
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_a_fault_of_the_recipe_is_named_by_its_key(sections, key, tmp_path):
 )
 def test_a_recipe_passes(words, tmp_path):
     name, *options = words
-    done = rehearse(tmp_path, str(RECIPES / f"{name}.yaml"), *options)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
-    result = json.loads((tmp_path / "rehearsal" / "rehearsal.json").read_text())
-    assert result["passed"]
-    measured = {row["label"]: row["holds"] for row in result["findings"]}
+    completed = rehearse(tmp_path, str(RECIPES / f"{name}.yaml"), *options)
+    assert completed.returncode == 0, completed.stdout[-5000:] + completed.stderr[-3000:]
+    report = json.loads((tmp_path / "rehearsal" / "rehearsal.json").read_text())
+    assert report["passed"]
+    measured = {row["label"]: row["holds"] for row in report["findings"]}
     assert measured["gradient norm"]

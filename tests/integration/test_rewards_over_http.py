@@ -47,8 +47,8 @@ class RewardServer(EngineProcess):
         pass
 
 
-def started(folder: Path, like: Path, **sglang: Any) -> RewardServer:
-    """A server of ``folder``, with the options for a policy of the shape of ``like``."""
+def start_server(folder: Path, like: Path, **sglang: Any) -> RewardServer:
+    """Start a server of ``folder``, with the options for a policy of the shape of ``like``."""
     config = TrainConfig.model_validate(
         {
             "run": {"directory": str(folder.parent), "steps": 1},
@@ -110,7 +110,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def classifier(reward_model: Path, policy: Path) -> Iterator[RewardServer]:
-    server = started(reward_model, policy, is_embedding=True)
+    server = start_server(reward_model, policy, is_embedding=True)
     try:
         wait_healthy(server)
         yield server
@@ -123,8 +123,8 @@ def conversation(response: str) -> RewardInput:
     return RewardInput(response, prompt="1+1", messages=messages)
 
 
-def expected(folder: Path, given: RewardInput) -> float:
-    """transformers' score of the conversation."""
+def transformers_score(folder: Path, given: RewardInput) -> float:
+    """Return transformers' score of the conversation."""
     model = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     turns = [*given.messages, {"role": "assistant", "content": given.response}]
     ids = AutoTokenizer.from_pretrained(folder).apply_chat_template(
@@ -144,8 +144,10 @@ def test_a_reward_models_scores_are_transformers_own(classifier, reward_model):
     with Verifier("reward_model", 120.0, 1, options=options, batch_size=8) as verifier:
         values = [score.value for score in verifier.score(inputs)]
         again = [score.value for score in verifier.score(inputs[::-1])]
-    assert values == pytest.approx([expected(reward_model, given) for given in inputs], abs=1e-4)
-    # A random head gives different values, in no certain range and of no certain sign.
+    assert values == pytest.approx(
+        [transformers_score(reward_model, given) for given in inputs], abs=1e-4
+    )
+    # Two of the five responses are equal. A random head gives the others different values.
     assert len(set(values)) == 4
     assert again == values[::-1]
 
@@ -215,7 +217,7 @@ def test_a_server_that_is_away_is_no_reward_of_0(reward_model, monkeypatch):
         options = options_of(f"http://127.0.0.1:{nobody.getsockname()[1]}", reward_model)
         with Verifier("reward_model", 120.0, 1, options=options, attempts=2) as verifier:
             (score,) = verifier.check([conversation("2")])
-    assert score.value != score.value
+    assert score.value != score.value  # NaN, not 0
     assert "Cannot connect to host 127.0.0.1" in (score.unavailable or "")
 
 
@@ -223,8 +225,8 @@ def test_a_server_that_is_away_is_no_reward_of_0(reward_model, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def talker(policy: Path) -> Iterator[RewardServer]:
-    server = started(policy, policy)
+def judge_server(policy: Path) -> Iterator[RewardServer]:
+    server = start_server(policy, policy)
     try:
         wait_healthy(server)
         yield server
@@ -237,19 +239,21 @@ def judge(url: str, **options: Any) -> Verifier:
     return Verifier("judge", 120.0, 1, options=given, batch_size=8, attempts=2)
 
 
-def test_a_judge_of_nonsense_gives_no_reward_or_the_one_that_is_configured(talker, monkeypatch):
+def test_a_judge_of_nonsense_gives_no_reward_or_the_one_that_is_configured(
+    judge_server, monkeypatch
+):
     """A random model's text has no score. With another pattern, any character is a score."""
     monkeypatch.setattr(verifiers, "BACK_OFF_S", 0.01)
     request = {"max_tokens": 12}
-    with judge(talker.url, request=request) as verifier:
+    with judge(judge_server.url, request=request) as verifier:
         (score,) = verifier.check([conversation("2")])
         assert (score.unavailable or "").startswith("the judge gave no score: ")
-    with judge(talker.url, request=request, unparsed=-0.5) as verifier:
+    with judge(judge_server.url, request=request, unparsed=-0.5) as verifier:
         (score,) = verifier.check([conversation("2")])
         assert (score.value, score.reason[:10]) == (-0.5, "no score: ")
 
 
-class Scripted(BaseHTTPRequestHandler):
+class ScriptedJudge(BaseHTTPRequestHandler):
     """A judge whose score is the number of digits in the response. The first question fails once."""
 
     questions: list[str] = []  # noqa: RUF012
@@ -274,13 +278,13 @@ class Scripted(BaseHTTPRequestHandler):
 
 def test_a_judges_last_score_counts_once_for_the_same_question(monkeypatch):
     monkeypatch.setattr(verifiers, "BACK_OFF_S", 0.01)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ScriptedJudge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         with judge(f"http://127.0.0.1:{server.server_port}") as verifier:
             words = ["12345", "{answer} 1", "none", "1" * 11]
             scores = verifier.check([conversation(word) for word in words])
-            asked = len(Scripted.questions)
+            asked = len(ScriptedJudge.questions)
             assert [s.value for s in verifier.score([conversation("12345")])] == [0.5]
     finally:
         server.shutdown()
@@ -288,6 +292,6 @@ def test_a_judges_last_score_counts_once_for_the_same_question(monkeypatch):
     # 11 is beyond the range: no score.
     assert [s.value for s in scores[:3]] == [0.5, 0.1, 0.0]
     assert "the judge gave no score" in (scores[3].unavailable or "")
-    assert len(Scripted.questions) == asked
+    assert len(ScriptedJudge.questions) == asked
     # The text of a response is not read as a placeholder.
-    assert any("{answer} 1" in question for question in Scripted.questions)
+    assert any("{answer} 1" in question for question in ScriptedJudge.questions)

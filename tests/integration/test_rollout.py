@@ -18,19 +18,19 @@ REWARD = "reward.name=tests.unit.planted_rewards:of_every_character"
 
 def generate(config, out, steps) -> str:
     command = [sys.executable, "-m", "megatron_dppo", "rollout", str(config), "--out", str(out)]
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, f"run.steps={steps}", REWARD], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    return completed.stdout
 
 
 def test_batches_without_a_trainer_are_trained_on_by_a_run_without_servers(tmp_path):
     config, out = write_material(tmp_path), tmp_path / "generated"
     generate(config, out, 1)
     first = (out / "rollouts" / "step_000001.safetensors").read_bytes()
-    shown = generate(config, out, 2)
-    assert "batch 2 of 2" in shown
+    output = generate(config, out, 2)
+    assert "batch 2 of 2" in output
     assert (out / "rollouts" / "step_000001.safetensors").read_bytes() == first
     batches = {step: load_batch(out / "rollouts", step) for step in (1, 2)}
     for batch in batches.values():

@@ -66,7 +66,7 @@ def generate(folder: Path, config: TrainConfig) -> None:
         engine.kill()
 
 
-def train_on(model: Path, later: Path) -> None:
+def save_later_weights(model: Path, later: Path) -> None:
     """Save ``model`` with every weight changed by some percent, as some steps of training might change it."""
     shutil.copytree(model, later)
     generator = torch.Generator().manual_seed(1)
@@ -78,7 +78,7 @@ def train_on(model: Path, later: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run's folder, as steps on sampled prompts leave it. Its folder ``later`` has the weights of version 1."""
+    """A run's folder with two saved batches. Its folder ``later`` has the weights of version 1."""
     run = tmp_path_factory.mktemp("r3") / "run"
     run.mkdir()
     model = save_tiny_model(
@@ -97,7 +97,7 @@ def run(tmp_path_factory) -> Path:
     )
     assert config.rollout.router_replay
     (run / "config.yaml").write_text(resolved_yaml(config))
-    train_on(model, run / "later")
+    save_later_weights(model, run / "later")
     generate(run, config)
     return run
 
@@ -117,13 +117,14 @@ def report(run) -> dict[str, Any]:
 def test_replay_takes_the_routing_out_of_the_gap(report):
     assert report["tokens"] == PROMPTS * GROUP * TOKENS
     rungs = {rung["fixes"]: rung for rung in report["rungs"]}
-    off, on = rungs["staleness"], rungs["routing"]
-    assert (off["replay"], on["replay"]) == (False, True)
-    assert off["dtype"] == on["dtype"] == "bfloat16"
-    assert off["weights"] == on["weights"]
-    print(f"|pi - mu| {off['gap']:.2e} -> {on['gap']:.2e}, routing agrees {on['agreement']:.4f}")
-    assert 0.5 < on["agreement"] < 1, "nothing to replay: rounding changed no choice"
-    assert on["gap"] < 0.75 * off["gap"]
+    without_replay, with_replay = rungs["staleness"], rungs["routing"]
+    assert (without_replay["replay"], with_replay["replay"]) == (False, True)
+    assert without_replay["dtype"] == with_replay["dtype"] == "bfloat16"
+    assert without_replay["weights"] == with_replay["weights"]
+    gaps = f"{without_replay['gap']:.2e} -> {with_replay['gap']:.2e}"
+    print(f"|pi - mu| {gaps}, routing agrees {with_replay['agreement']:.4f}")
+    assert 0.5 < with_replay["agreement"] < 1, "nothing to replay: rounding changed no choice"
+    assert with_replay["gap"] < 0.75 * without_replay["gap"]
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_an_agents_command_gets_no_key_of_the_run_but_what_is_passed(run):
 
 
 def test_no_process_of_the_run_shows_a_key_in_its_environment_or_command_line(run):
-    """The agent reads as the user of the tests. root may read everything, so only the keys' absence protects them."""
+    """The agent runs as the user of the tests. root may read every process, so the keys must not be there at all."""
     holder = LeaseFiles(run.directory).holder()
     assert holder is not None
     hidden = [*(value for name, value in KEYS.items() if name != PASSED), holder.nonce]

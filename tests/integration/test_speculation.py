@@ -25,7 +25,7 @@ from tests.integration.weight_server import (
     ADMIN_KEY,
     KEY,
     RUNNER,
-    Served,
+    RunningServer,
     Source,
     assert_serves,
     read,
@@ -70,24 +70,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
+def server(folder: Path) -> Iterator[RunningServer]:
     options: dict[str, Any] = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}
     server = serve(folder, enable_return_routed_experts=True, **options)
     yield server
     server.process.kill()
 
 
-def generate(served: Served, prompts: list[list[int]], tokens: int, temperature: float) -> Any:
+def generate(
+    server: RunningServer, prompts: list[list[int]], tokens: int, temperature: float
+) -> Any:
     sampling = {"max_new_tokens": tokens, "temperature": temperature, "ignore_eos": True}
     body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
-    return served.post("/generate", body, timeout=1200)
+    return server.post("/generate", body, timeout=1200)
 
 
-def test_tokens_are_drawn_with_the_models_probabilities(served: Served, folder: Path) -> None:
+def test_tokens_are_drawn_with_the_models_probabilities(
+    server: RunningServer, folder: Path
+) -> None:
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     steps = accepted = 0
     for _ in range(SAMPLES // PER_CALL):
-        for answer in generate(served, [PROMPT] * PER_CALL, TOKENS, TEMPERATURE):
+        for answer in generate(server, [PROMPT] * PER_CALL, TOKENS, TEMPERATURE):
             ids = answer["output_ids"]
             for depth in range(TOKENS):
                 groups[tuple(ids[:depth])].append(ids[depth])
@@ -112,11 +116,11 @@ def test_tokens_are_drawn_with_the_models_probabilities(served: Served, folder: 
 
 @pytest.mark.parametrize("temperature", [0.0, TEMPERATURE, 1.0])
 def test_log_probabilities_are_those_of_plain_decoding(
-    served: Served, folder: Path, temperature: float
+    server: RunningServer, folder: Path, temperature: float
 ) -> None:
     prompts = [PROMPT, [*PROMPT, *PROMPT], [8, 9] * 5]
     steps = 0
-    for prompt, answer in zip(prompts, generate(served, prompts, 24, temperature), strict=True):
+    for prompt, answer in zip(prompts, generate(server, prompts, 24, temperature), strict=True):
         info = answer["meta_info"]
         own = [entry[0] for entry in info["output_token_logprobs"]]
         ids = [entry[1] for entry in info["output_token_logprobs"]]
@@ -133,7 +137,9 @@ def test_log_probabilities_are_those_of_plain_decoding(
         assert steps < len(prompts) * 23
 
 
-def test_recorded_routing_is_that_of_the_accepted_tokens(served: Served, folder: Path) -> None:
+def test_recorded_routing_is_that_of_the_accepted_tokens(
+    server: RunningServer, folder: Path
+) -> None:
     shape = RoutedShape.of_model(load_model_shape(folder))
     sampling = SamplingParams(max_new_tokens=24, temperature=TEMPERATURE, ignore_eos=True)
     requests = [
@@ -142,7 +148,7 @@ def test_recorded_routing_is_that_of_the_accepted_tokens(served: Served, folder:
         )
         for number in range(12)
     ]
-    results = RUNNER.run(_generate(served, requests))
+    results = RUNNER.run(_generate(server, requests))
     model = load(folder)
     steps = 0
     for request in requests:
@@ -156,8 +162,8 @@ def test_recorded_routing_is_that_of_the_accepted_tokens(served: Served, folder:
     assert steps < len(requests) * 23
 
 
-async def _generate(served: Served, requests: list[GenerationRequest]) -> Results:
-    client = EngineClient(served.process.url, KEY, ADMIN_KEY)
+async def _generate(server: RunningServer, requests: list[GenerationRequest]) -> Results:
+    client = EngineClient(server.process.url, KEY, ADMIN_KEY)
     try:
         return await generate_many(client, requests, GenerationLimits(concurrency=8))
     finally:
@@ -165,13 +171,13 @@ async def _generate(served: Served, requests: list[GenerationRequest]) -> Result
 
 
 def test_an_update_reaches_a_server_that_drafts(
-    served: Served, tmp_path_factory: pytest.TempPathFactory
+    server: RunningServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     trained = save_tiny_model(tmp_path_factory.mktemp("trained"), vocab_size=VOCABULARY, seed=1)
-    updates = updater(served.weights(), Source(read(trained), model=trained))
+    updates = updater(server.weights(), Source(read(trained), model=trained))
     assert updates.update(1).verified
     updates.close()
-    assert_serves(served, trained, 1)
+    assert_serves(server, trained, 1)
 
 
 def test_a_run_whose_servers_draft(tmp_path: Path) -> None:

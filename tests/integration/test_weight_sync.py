@@ -49,7 +49,7 @@ from tests.integration.weight_server import (
     RUNNER,
     TIMEOUT_S,
     Generation,
-    Served,
+    RunningServer,
     Source,
     Weights,
     assert_serves,
@@ -70,7 +70,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     server = serve(save_tiny_model(tmp_path_factory.mktemp("first"), seed=0))
     yield server
     server.process.kill()
@@ -82,25 +82,25 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("trained"), seed=1)
 
 
-def test_the_engine_runs_the_new_weights(served: Served, trained: Path) -> None:
-    assert_serves(served, served.folder, 0)
-    engine = served.weights()
+def test_the_engine_runs_the_new_weights(server: RunningServer, trained: Path) -> None:
+    assert_serves(server, server.folder, 0)
+    engine = server.weights()
     updates = updater(engine, Source(read(trained), model=trained))
     report = updates.update(1)
     assert report.verified
     assert report.tensors == 21
     assert report.bytes == sum(t.nbytes for t in read(trained).values())
-    assert served.version() == "1"
-    assert_serves(served, trained, 1)
+    assert server.version() == "1"
+    assert_serves(server, trained, 1)
     # The group is kept for the next update.
-    updates.source = Source(read(served.folder), model=served.folder)
+    updates.source = Source(read(server.folder), model=server.folder)
     assert updates.update(2).verified
-    assert_serves(served, served.folder, 2)
+    assert_serves(server, server.folder, 2)
     updates.close()
 
 
-def nudged(weights: Weights) -> Weights:
-    """The weights after a small step: one element of every tensor has changed."""
+def nudge(weights: Weights) -> Weights:
+    """Return the weights after a small step: one element of every tensor has changed."""
     new: Weights = {}
     for name, tensor in weights.items():
         new[name] = tensor.clone()
@@ -109,7 +109,7 @@ def nudged(weights: Weights) -> Weights:
 
 
 class GatherInterruptedError(OSError):
-    """Ends a gather."""
+    """Raised to end a gather."""
 
 
 def end_the_gather() -> None:
@@ -118,11 +118,11 @@ def end_the_gather() -> None:
 
 @pytest.mark.parametrize("strategy", ["distributed", "tensor"])
 def test_changes_reach_the_engine_and_an_interrupted_update_leaves_the_version_before(
-    served: Served, trained: Path, strategy: str
+    server: RunningServer, trained: Path, strategy: str
 ) -> None:
     old = read(trained)
-    new = nudged(old)
-    updates = updater(served.weights(), Source(old), strategy=strategy, changes_only=True)
+    new = nudge(old)
+    updates = updater(server.weights(), Source(old), strategy=strategy, changes_only=True)
     assert updates.update(1).sent_fraction == 1.0
     updates.source = Source(new)
     report = updates.update(2)
@@ -130,15 +130,15 @@ def test_changes_reach_the_engine_and_an_interrupted_update_leaves_the_version_b
     assert report.bytes == 8 * len(new)
     assert report.sent_fraction is not None
     assert report.sent_fraction < 0.01
-    scores = engine_log_probs(served)
-    updates.source = Source(nudged(new), between=end_the_gather)
+    scores = engine_log_probs(server)
+    updates.source = Source(nudge(new), between=end_the_gather)
     with pytest.raises(GatherInterruptedError):
         updates.update(3)
-    assert served.version() == "2"
-    assert engine_log_probs(served) == scores
+    assert server.version() == "2"
+    assert engine_log_probs(server) == scores
     updates.source = Source(old, model=trained)
     assert updates.update(3).sent_fraction == 1.0
-    assert_serves(served, trained, 3)
+    assert_serves(server, trained, 3)
     updates.close()
 
 
@@ -146,22 +146,22 @@ def test_an_interrupted_update_of_whole_weights_leaves_the_version_before(
     tmp_path: Path, trained: Path
 ) -> None:
     """Servers with ``engine.atomic_updates`` keep received buckets until the end of an update."""
-    served = serve(save_tiny_model(tmp_path / "model", seed=0), atomic_updates=True)
+    server = serve(save_tiny_model(tmp_path / "model", seed=0), atomic_updates=True)
     try:
-        updates = updater(served.weights(), Source(read(trained), model=trained))
+        updates = updater(server.weights(), Source(read(trained), model=trained))
         updates.is_atomic = True
         updates.update(1)
-        assert_serves(served, trained, 1)
-        updates.source = Source(read(served.folder), between=end_the_gather)
+        assert_serves(server, trained, 1)
+        updates.source = Source(read(server.folder), between=end_the_gather)
         with pytest.raises(GatherInterruptedError):
             updates.update(2)
-        assert_serves(served, trained, 1)
-        updates.source = Source(read(served.folder), model=served.folder)
+        assert_serves(server, trained, 1)
+        updates.source = Source(read(server.folder), model=server.folder)
         updates.update(2)
-        assert_serves(served, served.folder, 2)
+        assert_serves(server, server.folder, 2)
         updates.close()
     finally:
-        served.process.kill()
+        server.process.kill()
 
 
 def swap_gate_and_up(new: Weights, old: Weights) -> Weights:
@@ -185,7 +185,7 @@ def flip_one_bit(new: Weights, old: Weights) -> Weights:
     return {**new, name: flipped}
 
 
-class Corrupting(EngineWeights):
+class CorruptingWeights(EngineWeights):
     """Sends the tensors ``on_the_way`` in place of the right tensors."""
 
     on_the_way: Weights
@@ -213,46 +213,48 @@ CORRUPTIONS = [
     ("corrupt", "tensors"), CORRUPTIONS, ids=lambda v: getattr(v, "__name__", "")
 )
 def test_a_corruption_on_the_way_is_caught_and_named(
-    served: Served, trained: Path, corrupt: Callable[..., Weights], tensors: set[str]
+    server: RunningServer, trained: Path, corrupt: Callable[..., Weights], tensors: set[str]
 ) -> None:
-    old, new = read(served.folder), read(trained)
-    updater(served.weights(), Source(old)).update(10)
-    spoiled = served.weights(Corrupting)
+    old, new = read(server.folder), read(trained)
+    updater(server.weights(), Source(old)).update(10)
+    spoiled = server.weights(CorruptingWeights)
     spoiled.on_the_way = corrupt(new, old)
     updates = updater(spoiled, Source(new))
     with pytest.raises(WeightUpdateError) as failure:
         updates.update(11)
-    assert failure.value.engines == (served.process.url,)
+    assert failure.value.engines == (server.process.url,)
     fault = failure.value.__cause__
     assert isinstance(fault, EngineFaultError)
-    cause = fault.faults[served.process.url]
+    cause = fault.faults[server.process.url]
     assert isinstance(cause, ChecksumMismatchError)
     assert {(m.tensor, m.rank) for m in cause.mismatches} == {(name, 0) for name in tensors}
     assert all(name in str(failure.value) for name in tensors)
     assert updates.committed_version is None
-    assert served.version() == "unverified-11"
+    assert server.version() == "unverified-11"
     # The engine is quarantined: no client gets an answer from these weights.
     with pytest.raises((TimeoutError, urllib.error.URLError)):
-        served.post("/generate", {"input_ids": PROMPT}, timeout=2)
+        server.post("/generate", {"input_ids": PROMPT}, timeout=2)
     spoiled.on_the_way = new
     updates.attach([spoiled.url])
     assert updates.update(11).verified
-    assert_serves(served, trained, 11)
+    assert_serves(server, trained, 11)
     updates.close()
 
 
-def test_a_trainer_that_never_sends_an_expert_is_refused(served: Served, trained: Path) -> None:
+def test_a_trainer_that_never_sends_an_expert_is_refused(
+    server: RunningServer, trained: Path
+) -> None:
     weights = read(trained)
     lost = "model.layers.1.mlp.experts.5.down_proj.weight"
     del weights[lost]
-    updates = updater(served.weights(), Source(weights))
+    updates = updater(server.weights(), Source(weights))
     with pytest.raises(WeightUpdateError, match=f"never sent: {lost}"):
         updates.update(20)
-    assert served.version() == "unverified-20"
-    assert updater(served.weights(), Source(read(trained))).update(20).verified
+    assert server.version() == "unverified-20"
+    assert updater(server.weights(), Source(read(trained))).update(20).verified
 
 
-class Unhashable(EngineWeights):
+class UnhashableWeights(EngineWeights):
     """The trainer can't compute the expected checksums from the second bucket on."""
 
     def expected(self) -> ExpectedChecksums:
@@ -268,15 +270,15 @@ class Unhashable(EngineWeights):
 
 
 def test_a_bug_of_the_senders_surfaces_and_frees_the_engine_at_once(
-    served: Served, trained: Path
+    server: RunningServer, trained: Path
 ) -> None:
-    updates = updater(served.weights(Unhashable), Source(read(trained)))
+    updates = updater(server.weights(UnhashableWeights), Source(read(trained)))
     patience = own_patience(TIMEOUT_S / 3)
     with pytest.raises(ValueError, match=r"^no such checksum$"):
         updates.update(21)
     assert not patience.is_exhausted()
-    assert served.version() == "unverified-21"
-    assert updater(served.weights(), Source(read(trained))).update(21).verified
+    assert server.version() == "unverified-21"
+    assert updater(server.weights(), Source(read(trained))).update(21).verified
 
 
 def swap_every_gate_and_up(new: Weights) -> Weights:
@@ -288,19 +290,19 @@ def swap_every_gate_and_up(new: Weights) -> Weights:
     return {name: new[other(name)] for name in new}
 
 
-def test_the_canary_sees_what_checksums_cannot(served: Served, trained: Path) -> None:
-    """The conversion swaps gate and up projections. The engine has exactly the weights that the trainer sent."""
+def test_the_canary_sees_what_checksums_cannot(server: RunningServer, trained: Path) -> None:
+    """The conversion swaps gate and up projections. The checksums agree: the engine has the weights that were sent."""
     wrong = Source(swap_every_gate_and_up(read(trained)), model=trained)
-    updates = updater(served.weights(), wrong)
+    updates = updater(server.weights(), wrong)
     with pytest.raises(
         WeightUpdateError, match=r"version 30: CanaryError: .* differs by"
     ) as failure:
         updates.update(30)
-    assert failure.value.engines == (served.process.url,)
-    engine = served.weights()
-    assert served.version() == "unverified-30"
+    assert failure.value.engines == (server.process.url,)
+    engine = server.weights()
+    assert server.version() == "unverified-30"
     with pytest.raises((TimeoutError, urllib.error.URLError)):
-        served.post("/generate", {"input_ids": PROMPT}, timeout=2)
+        server.post("/generate", {"input_ids": PROMPT}, timeout=2)
     # Without the canary the update passes.
     assert updater(engine, Source(wrong.weights)).update(30).verified
     right = updater(engine, Source(read(trained), model=trained))
@@ -309,28 +311,28 @@ def test_the_canary_sees_what_checksums_cannot(served: Served, trained: Path) ->
     assert report.canary.tokens == 4 * 23
     assert report.canary.max_abs_diff < 1e-4
     assert 0 < report.canary.decode_max_abs_diff < 1e-4
-    assert_serves(served, trained, 31)
+    assert_serves(server, trained, 31)
 
 
 def test_weights_that_changed_since_the_last_update_are_noticed_before_the_next(
-    served: Served, trained: Path
+    server: RunningServer, trained: Path
 ) -> None:
-    """An engine answers no request for checksums once the session of an update is open."""
+    """The comparison comes first: an engine answers no request for checksums once the session of an update is open."""
     new = read(trained)
-    updates = updater(served.weights(), Source(new))
+    updates = updater(server.weights(), Source(new))
     updates.compare_before_every = 1
     assert updates.update(33).verified
     assert updates.update(34).verified
     other = {name: tensor.clone() for name, tensor in new.items()}
     other["model.norm.weight"] += 1
-    assert updater(served.weights(), Source(other)).update(35).verified
+    assert updater(server.weights(), Source(other)).update(35).verified
     with pytest.raises(AlteredEngineError, match=r"version 34.*model\.norm\.weight"):
         updates.update(36)
-    assert served.version() == "unverified-36"
-    assert updater(served.weights(), Source(new)).update(37).verified
+    assert server.version() == "unverified-36"
+    assert updater(server.weights(), Source(new)).update(37).verified
 
 
-class Spoiled(EngineWeights):
+class FolderSpoilingWeights(EngineWeights):
     """Flips one bit of the folder before the engine reads it."""
 
     async def load_folder(self, folder: str) -> None:
@@ -343,65 +345,66 @@ class Spoiled(EngineWeights):
 
 @pytest.mark.parametrize("strategy", ["tensor", "disk"])
 def test_other_strategies_keep_the_same_promises(
-    served: Served, trained: Path, tmp_path: Path, strategy: str
+    server: RunningServer, trained: Path, tmp_path: Path, strategy: str
 ) -> None:
     new = read(trained)
-    kind = {"tensor": Corrupting, "disk": Spoiled}[strategy]
-    spoiled = served.weights(kind)
+    kind = {"tensor": CorruptingWeights, "disk": FolderSpoilingWeights}[strategy]
+    spoiled = server.weights(kind)
     spoiled.on_the_way = flip_one_bit(new, {})
     options = {"strategy": strategy, "directory": str(tmp_path)}
     with pytest.raises(WeightUpdateError, match="1 engine tensors differ from the trainer's"):
         updater(spoiled, Source(new), **options).update(80)
-    assert served.version() == "unverified-80"
-    updates = updater(served.weights(), Source(new, model=trained), **options)
+    assert server.version() == "unverified-80"
+    updates = updater(server.weights(), Source(new, model=trained), **options)
     report = updates.update(80)
     assert report.verified
     assert report.bytes == report.bytes_moved == sum(t.nbytes for t in new.values())
-    assert_serves(served, trained, 80)
-    old = Source(read(served.folder), model=served.folder)
+    assert_serves(server, trained, 80)
+    old = Source(read(server.folder), model=server.folder)
     updates.source = old
     assert updates.update(81).verified
-    assert_serves(served, served.folder, 81)
+    assert_serves(server, server.folder, 81)
     assert list(tmp_path.iterdir()) == []
     updates.close()
 
 
-def test_requests_run_wholly_on_the_weights_they_began_with(served: Served, trained: Path) -> None:
-    updates = updater(served.weights(), Source(read(served.folder)))
+def test_requests_run_wholly_on_the_weights_they_began_with(
+    server: RunningServer, trained: Path
+) -> None:
+    updates = updater(server.weights(), Source(read(server.folder)))
     updates.update(40)
-    hurried = updater(served.weights(), Source(read(trained)), timeout_s=0.01)
-    hurried.committed_version = 40
-    running = Generation(served, tokens=480)
+    hurried_updates = updater(server.weights(), Source(read(trained)), timeout_s=0.01)
+    hurried_updates.committed_version = 40
+    running = Generation(server, tokens=480)
     assert running.begun.wait(60)
-    RUNNER.run(
-        served.weights().pause()
-    )  # the paused request can't end before the update, even on a busy machine
+    # A paused request can't end before the update, even on a busy machine.
+    RUNNER.run(server.weights().pause())
     assert running.is_alive()
     with pytest.raises(WeightUpdateRefusedError, match="kept the engine busy"):
-        hurried.update(41)
-    assert hurried.committed_version == 40
-    assert served.version() == "40"
+        hurried_updates.update(41)
+    assert hurried_updates.committed_version == 40
+    assert server.version() == "40"
     assert running.is_alive()
 
     late: list[Generation] = []
 
-    def ask_meanwhile() -> None:
-        late.append(Generation(served, tokens=20))
+    def send_late_request() -> None:
+        late.append(Generation(server, tokens=20))
         time.sleep(1)
 
-    updates.source = Source(read(trained), between=ask_meanwhile)
+    updates.source = Source(read(trained), between=send_late_request)
     updates.update(41)
     assert running.versions() == ["40"]
     assert late[0].versions() == ["41"]
-    assert_serves(served, trained, 41)
+    assert_serves(server, trained, 41)
     updates.close()
 
 
 @pytest.fixture(scope="module")
-def dying(served: Served, trained: Path) -> Iterator[subprocess.Popen[str]]:
+def dying_ranks(server: RunningServer, trained: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.integration.dying_ranks"]
     process = subprocess.Popen(
-        [*command, served.process.url, str(served.folder), str(trained)],
+        [*command, server.process.url, str(server.folder), str(trained)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -423,27 +426,27 @@ FAST_POINTS = ("joining", "streaming", PARKED)
     ],
 )
 def test_new_ranks_take_a_server_over_from_one_that_died_in_an_update(
-    served: Served,
+    server: RunningServer,
     trained: Path,
-    dying: subprocess.Popen[str],
+    dying_ranks: subprocess.Popen[str],
     point: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The server notices at its own pace that the other side of the group has died; a busy machine makes it slow.
     monkeypatch.setattr(server_access, "_FORGET_S", UNBOUNDED_S)
     engine_section = {"device": "cpu", "hang_timeout_s": UNBOUNDED_S}
-    config = run_config(served.folder, engine=engine_section)
-    shape = load_model_shape(served.folder)
+    config = run_config(server.folder, engine=engine_section)
+    shape = load_model_shape(server.folder)
     earlier_access, access = [
         ServerAccess(ServerSections.of(config), config.weight_sync, shape) for _ in range(2)
     ]
-    member = Member(Server("engine0", served.process.url), Keys(KEY, ADMIN_KEY))
+    member = Member(Server("engine0", server.process.url), Keys(KEY, ADMIN_KEY))
     earlier_engine = RUNNER.run(earlier_access.open_weights(member))
-    updater(earlier_engine, Source(read(served.folder))).update(35)
-    assert dying.stdin is not None
-    assert dying.stdout is not None
-    print(point, file=dying.stdin, flush=True)
-    assert dying.stdout.readline() == f"{point}\n"
+    updater(earlier_engine, Source(read(server.folder))).update(35)
+    assert dying_ranks.stdin is not None
+    assert dying_ranks.stdout is not None
+    print(point, file=dying_ranks.stdin, flush=True)
+    assert dying_ranks.stdout.readline() == f"{point}\n"
     RUNNER.run(access.forget_ranks(member))
     engine = RUNNER.run(access.open_weights(member))
     assert engine.groups == ()
@@ -452,12 +455,12 @@ def test_new_ranks_take_a_server_over_from_one_that_died_in_an_update(
     if point == PARKED:
         updates.leave_devices = lambda: None
     assert updates.update(36).verified
-    assert_serves(served, trained, 36)
+    assert_serves(server, trained, 36)
     updates.close()
 
 
 async def interrupt(engine: EngineWeights) -> None:
-    """Running requests go back into the queue with the tokens that they have."""
+    """Put running requests back into the queue with the tokens that they have."""
     await engine.client.control_json("/pause_generation", {"mode": "retract"})
     await engine.flush()
 
@@ -471,11 +474,11 @@ async def load(engine: EngineWeights, folder: Path, version: int) -> None:
 
 
 def test_a_request_in_flight_keeps_every_token_while_the_memory_is_away(
-    served: Served, trained: Path
+    server: RunningServer, trained: Path
 ) -> None:
-    updater(served.weights(), Source(read(served.folder))).update(45)
-    engines = Engines([served.weights()], RUNNER)
-    running = Generation(served, tokens=300, return_logprob=True)
+    updater(server.weights(), Source(read(server.folder))).update(45)
+    engines = Engines([server.weights()], RUNNER)
+    running = Generation(server, tokens=300, return_logprob=True)
     assert running.begun.wait(60)
     while running.info["completion_tokens"] < 20:
         time.sleep(0.01)
@@ -501,7 +504,7 @@ def test_a_request_in_flight_keeps_every_token_while_the_memory_is_away(
     tokens = PROMPT + [int(entry[1]) for entry in entries]
     assert len(entries) == 300
     found = [entry[0] for entry in entries]
-    for span, folder in zip(running.info["weight_versions"], (served.folder, trained), strict=True):
+    for span, folder in zip(running.info["weight_versions"], (server.folder, trained), strict=True):
         start, end = span["start"], span["end"]
         assert end - start >= 20
         expected = reference_log_probs(folder, tokens)[len(PROMPT) - 1 :]
@@ -509,10 +512,10 @@ def test_a_request_in_flight_keeps_every_token_while_the_memory_is_away(
     engines.close()
 
 
-def test_a_paused_engine_leaves_the_processor_to_others(served: Served) -> None:
-    """SGLang's own scheduler uses a core while it is paused."""
-    engine = served.weights()
-    children = psutil.Process(served.process.pid).children(recursive=True)
+def test_a_paused_engine_leaves_the_processor_to_others(server: RunningServer) -> None:
+    """SGLang's unmodified scheduler uses a whole core while it is paused."""
+    engine = server.weights()
+    children = psutil.Process(server.process.pid).children(recursive=True)
     (scheduler,) = [child for child in children if "scheduler" in child.name()]
     assert RUNNER.run(engine.pause_when_idle(30))
     before = sum(scheduler.cpu_times()[:2])
@@ -521,10 +524,10 @@ def test_a_paused_engine_leaves_the_processor_to_others(served: Served) -> None:
     RUNNER.run(engine.resume())
 
 
-def test_a_hung_engine_fails_in_time_and_recovers(served: Served, trained: Path) -> None:
-    group = os.getpgid(served.process.pid)
+def test_a_hung_engine_fails_in_time_and_recovers(server: RunningServer, trained: Path) -> None:
+    group = os.getpgid(server.process.pid)
     hang = Source(read(trained), between=lambda: os.killpg(group, signal.SIGSTOP))
-    updates = updater(served.weights(), hang, timeout_s=5, canary_every=0)
+    updates = updater(server.weights(), hang, timeout_s=5, canary_every=0)
     patience = own_patience(5 + 2 * GRACE_S + 5)
     try:
         with pytest.raises(WeightUpdateError, match="took longer than 5 s"):
@@ -533,22 +536,22 @@ def test_a_hung_engine_fails_in_time_and_recovers(served: Served, trained: Path)
         assert updates.committed_version is None
     finally:
         os.killpg(group, signal.SIGCONT)
-    assert served.version() == "unverified-50"
-    updates = updater(served.weights(), Source(read(served.folder), model=served.folder))
+    assert server.version() == "unverified-50"
+    updates = updater(server.weights(), Source(read(server.folder), model=server.folder))
     assert updates.update(50).verified
-    assert_serves(served, served.folder, 50)
+    assert_serves(server, server.folder, 50)
     updates.close()
 
 
-def expert_parallel(url: str, trained: str, served: str) -> list[dict[str, Any]]:
-    """A trainer of two expert-parallel ranks: an update with one flipped bit, then a right update."""
+def expert_parallel(url: str, trained: str, start_folder: str) -> list[dict[str, Any]]:
+    """On two expert-parallel trainer ranks: send an update with one flipped bit, and then a right update."""
     trainer = Trainer(policy_config(trained, world_size=2, expert=2))
     weights = read(Path(trained))
     outcomes = []
     for on_the_way in (flip_one_bit(weights, {}), weights):
 
         async def open_engine(url: str, wire: Weights = on_the_way) -> EngineWeights:
-            engine = await engine_weights(url, served, Corrupting)
+            engine = await engine_weights(url, start_folder, CorruptingWeights)
             engine.on_the_way = wire
             return engine
 
@@ -572,14 +575,14 @@ def outcome(report: UpdateReport) -> dict[str, Any]:
     }
 
 
-def test_two_trainer_ranks_send_what_each_holds(served: Served, trained: Path) -> None:
-    where = (served.process.url, str(trained), str(served.folder))
+def test_two_trainer_ranks_send_what_each_holds(server: RunningServer, trained: Path) -> None:
+    where = (server.process.url, str(trained), str(server.folder))
     worker = "tests.integration.test_weight_sync:expert_parallel"
     first, second = run_ranks(worker, 2, *where)
     assert first == second
     failed, done = first
     assert failed["committed"] is None
-    assert failed["engines"] == [served.process.url]
+    assert failed["engines"] == [server.process.url]
     assert "layers.0.self_attn.qkv_proj.weight on engine rank 0" in failed["error"]
     size = sum(t.nbytes for t in read(trained).values())
     # Each rank sends its experts, and rank 0 also all other weights: the ranks exchange nothing.
@@ -587,48 +590,48 @@ def test_two_trainer_ranks_send_what_each_holds(served: Served, trained: Path) -
     assert done == {"verified": True, "bytes": [size] * 3, "committed": 60}
     # Nothing has changed: each rank sends one item of its bucket.
     assert changed == 2 * 8
-    assert_serves(served, trained, 60)
+    assert_serves(server, trained, 60)
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_two_engine_ranks(tmp_path: Path, ep_size: int) -> None:
-    """TP=2: the engine pads vocabulary and experts, and does not tie tied embeddings. EP=2: whole experts."""
+    """With TP=2 the engine pads vocabulary and experts, and does not tie tied embeddings. EP=2 has whole experts."""
     folder = save_tiny_model(tmp_path / "start", vocab_size=500, tied=True)
     trained = save_tiny_model(tmp_path / "trained", vocab_size=500, tied=True, seed=1)
     weights = read(trained)
-    served = serve(folder, tp_size=2, ep_size=ep_size)
+    server = serve(folder, tp_size=2, ep_size=ep_size)
     try:
-        updates = updater(served.weights(), Source(weights), changes_only=True)
+        updates = updater(server.weights(), Source(weights), changes_only=True)
         report = updates.update(1)
         assert (report.verified, report.tensors) == (True, 2 * 21)
         # The embedding is sent once, although the engine holds it twice.
         assert report.bytes == sum(t.nbytes for t in weights.values())
-        assert_serves(served, trained, 1)
-        updates.source = Source(nudged(weights))
+        assert_serves(server, trained, 1)
+        updates.source = Source(nudge(weights))
         assert updates.update(2).bytes == 8 * len(weights)
         updates.close()
     finally:
-        served.process.kill()
+        server.process.kill()
 
 
-def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) -> None:
+def test_an_engine_killed_in_the_update_of_two(server: RunningServer, trained: Path) -> None:
     """The living engine serves the version before until an update without the dead engine. Then the dead engine's
     successor joins.
 
-    Updates send changes: whole weights after the failure, and to the new pair of servers.
+    Updates send only changes, but whole weights after the failure and in the first update of the new pair of servers.
     """
-    earlier_groups = set(served.weights().groups)
-    second = serve(served.folder)
+    earlier_groups = set(server.weights().groups)
+    second = serve(server.folder)
     pid = second.process.pid
-    both = [served.weights(), second.weights()]
+    both = [server.weights(), second.weights()]
     try:
         updates = updater(both, Source(read(trained), model=trained), changes_only=True)
         report = updates.update(70)
         size = sum(t.nbytes for t in read(trained).values())
         assert (report.tensors, report.bytes_moved) == (2 * 21, 2 * size)
-        assert_serves(served, trained, 70)
+        assert_serves(server, trained, 70)
         assert_serves(second, trained, 70)
-        changed = nudged(read(trained))
+        changed = nudge(read(trained))
         updates.source = Source(changed, between=lambda: os.killpg(pid, signal.SIGKILL))
         patience = own_patience(30)
         with pytest.raises(WeightUpdateError) as failure:
@@ -636,20 +639,20 @@ def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) ->
         assert not patience.is_exhausted()
         assert failure.value.engines == (second.process.url,)
         assert updates.committed_version is None
-        assert_serves(served, trained, 70)
-        updates.source = Source(read(served.folder), model=served.folder)
-        updates.attach([served.process.url])
+        assert_serves(server, trained, 70)
+        updates.source = Source(read(server.folder), model=server.folder)
+        updates.attach([server.process.url])
         assert updates.update(71).sent_fraction == 1.0
-        assert_serves(served, served.folder, 71)
+        assert_serves(server, server.folder, 71)
         # The engine has left the group of the failed update. Otherwise it would keep the group's connections.
-        assert len(set(served.weights().groups) - earlier_groups) == 1
+        assert len(set(server.weights().groups) - earlier_groups) == 1
         second.process.kill()
 
-        second = serve(served.folder)
-        pair = [served.weights(), second.weights()]
+        second = serve(server.folder)
+        pair = [server.weights(), second.weights()]
         joined = updater(pair, Source(read(trained)), changes_only=True)
         assert joined.update(72).sent_fraction == 1.0
-        assert_serves(served, trained, 72)
+        assert_serves(server, trained, 72)
         assert_serves(second, trained, 72)
         joined.source = Source(changed)
         report = joined.update(73)

@@ -1,4 +1,4 @@
-"""A real SGLang server on a CPU for the tests of weight updates, a source of weights, and log-probabilities of both."""
+"""For tests of weight updates: a real SGLang server on a CPU, a source of weights, and log-probabilities of both."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ BUCKET_TENSORS = 7
 Weights = dict[str, Tensor]
 E = TypeVar("E", bound=EngineWeights)
 RUNNER = AsyncRunner()
-"""Runs the calls to engines for all tests; its thread ends with the process."""
+"""Runs the calls to engines for all tests. Its thread ends with the process."""
 
 
 @dataclass
-class Served:
+class RunningServer:
     """A running server and the checkpoint that it started from."""
 
     process: EngineProcess
@@ -85,7 +85,7 @@ async def engine_weights(
 
 
 def policy_config(folder: str | Path, **parallel: Any) -> TrainConfig:
-    """A trainer of ``folder`` in this layout."""
+    """Return the configuration of a trainer of ``folder`` in this layout."""
     return run_config(Path(folder), parallel=parallel)
 
 
@@ -111,7 +111,7 @@ def serve(
     quantization: str | None = None,
     atomic_updates: bool = False,
     **sglang: Any,
-) -> Served:
+) -> RunningServer:
     dtype = "bfloat16" if quantization else "float32"
     model = {"hf_checkpoint": str(folder), "dtype": dtype}
     engine = {
@@ -133,7 +133,7 @@ def serve(
     )
     process.start()
     wait_healthy(process)
-    return Served(process, folder, dtype, quantization)
+    return RunningServer(process, folder, dtype, quantization)
 
 
 class Source:
@@ -211,7 +211,7 @@ def read(folder: Path) -> Weights:
 
 
 def reference_log_probs(folder: Path, tokens: list[int]) -> list[float]:
-    """log p(token | tokens before) of ``tokens[1:]`` by transformers, fp32."""
+    """Return log p(token | tokens before) of ``tokens[1:]``, computed by transformers in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0, :-1]
@@ -219,23 +219,23 @@ def reference_log_probs(folder: Path, tokens: list[int]) -> list[float]:
     return chosen[:, 0].tolist()
 
 
-def adapter_log_probs(served: Served, adapter: str, tokens: list[int]) -> list[float]:
-    """log p(token | tokens before) of ``tokens[1:]`` by the server with its adapters of this name."""
-    return RUNNER.run(served.weights().score([tokens], adapter))[0]
+def adapter_log_probs(server: RunningServer, adapter: str, tokens: list[int]) -> list[float]:
+    """Return log p(token | tokens before) of ``tokens[1:]``, computed by the server with the adapters of this name."""
+    return RUNNER.run(server.weights().score([tokens], adapter))[0]
 
 
-def engine_log_probs(served: Served) -> tuple[list[int], list[float], str]:
+def engine_log_probs(server: RunningServer) -> tuple[list[int], list[float], str]:
     """Return the prompt with its greedy continuation, the log-prob of every token except the first, and the version."""
     sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": sampling}
-    answer = served.post("/generate", {**body, "return_logprob": True, "logprob_start_len": 0})
+    answer = server.post("/generate", {**body, "return_logprob": True, "logprob_start_len": 0})
     info = answer["meta_info"]
     entries = info["input_token_logprobs"][1:] + info["output_token_logprobs"]
     return PROMPT + answer["output_ids"], [e[0] for e in entries], info["weight_version"]
 
 
-def assert_serves(served: Served, folder: Path, version: int) -> None:
-    tokens, log_probs, label = engine_log_probs(served)
+def assert_serves(server: RunningServer, folder: Path, version: int) -> None:
+    tokens, log_probs, label = engine_log_probs(server)
     assert label == str(version)
     report = compare_canary(
         [reference_log_probs(folder, tokens)], [log_probs], Tolerance(1e-5, 1e-5)
@@ -244,16 +244,16 @@ def assert_serves(served: Served, folder: Path, version: int) -> None:
 
 
 class Generation(threading.Thread):
-    """One streamed request. ``begun`` is set at its first token, ``info`` has its meta_info.
+    """A thread with one streamed request. ``begun`` is set at the first token; ``info`` is the last ``meta_info``.
 
     ``more``: further fields of the request's body.
     """
 
-    def __init__(self, served: Served, tokens: int, **more: Any) -> None:
+    def __init__(self, server: RunningServer, tokens: int, **more: Any) -> None:
         super().__init__(daemon=True)
         sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True, **more}
-        self._request = served.request("/generate", body)
+        self._request = server.request("/generate", body)
         self.begun = threading.Event()
         self.info: dict[str, Any] = {}
         self.start()
