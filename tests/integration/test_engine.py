@@ -130,7 +130,7 @@ def engine(model) -> Iterator[EngineProcess]:
 
 
 def test_a_healthy_server_has_answered_with_both_samplings(engine):
-    """The samplings of training, and of evaluation with top_p < 1. A GPU compiles the kernels of each at its first request."""
+    """Training samples with top_p = 1, evaluation with top_p < 1. A GPU compiles kernels at each first request."""
     log = engine.log_path.with_suffix(".healthy").read_text()
     assert log.count("Prefill batch") == 2
     assert log.count("Decode batch") <= 2
