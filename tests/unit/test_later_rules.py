@@ -174,11 +174,11 @@ def test_the_tail_is_one_token_or_many():
     assert divergence.topk_kl_change(*topk, tail_ids=tail).item() == pytest.approx(inside - 0.035)
     # With pi = .4 and .3 in the rest, and mu / pi = 5 / 7 for both, the rest adds (5 / 7 - 1)(.16 + .09).
     squares = torch.tensor([0.09 + 0.16 + 0.09], dtype=F64)
-    of_squares = divergence.topk_kl_change(*topk, sum_squares=squares)
-    assert of_squares.item() == pytest.approx(inside - 2 / 7 * 0.25)
+    change = divergence.topk_kl_change(*topk, sum_squares=squares)
+    assert change.item() == pytest.approx(inside - 2 / 7 * 0.25)
     # With the sum .09 + .49 one token has the whole rest. Larger sums count as this one, sums below .09 as .09.
-    for found, share in ((0.09 + 0.49, 1), (0.7, 1), (0.05, 0)):
-        squares = torch.tensor([found], dtype=F64)
+    for sum_of_squares, share in ((0.09 + 0.49, 1), (0.7, 1), (0.05, 0)):
+        squares = torch.tensor([sum_of_squares], dtype=F64)
         change = divergence.topk_kl_change(*topk, sum_squares=squares)
         assert change.item() == pytest.approx(inside - 0.14 * share)
 
@@ -196,8 +196,10 @@ def test_a_proportional_tail_is_exact_where_it_is_one_and_better_than_one_token_
     found = divergence.topk_kl_change(*topk, sum_squares=pi.square().sum(-1))
     torch.testing.assert_close(found, exact)
     ids = torch.full((50,), 34)
-    for other in (divergence.topk_kl_change(*topk), divergence.topk_kl_change(*topk, tail_ids=ids)):
-        assert (other - exact).abs().mean() > 1e-3
+    one_token = divergence.topk_kl_change(*topk)
+    many_tokens = divergence.topk_kl_change(*topk, tail_ids=ids)
+    for estimate in (one_token, many_tokens):
+        assert (estimate - exact).abs().mean() > 1e-3
 
 
 def test_a_uniform_tail_needs_its_size_which_the_statistics_know():
@@ -351,39 +353,41 @@ def cppo_by_loop(distances, outward, d, low, high, weight_min):
 
 def responses(seed, count=5, longest=14):
     """Return the inputs of packed responses and their prompts, pi, mu, and (rows, advantage) of each response."""
-    rng, of_responses, ids, mask = random.Random(seed), [], [], []
+    rng, rows_and_advantages, ids, mask = random.Random(seed), [], [], []
     for number in range(count):
-        for part, length in ((False, rng.randint(0, 3)), (True, rng.randint(1, longest))):
+        for is_response, length in ((False, rng.randint(0, 3)), (True, rng.randint(1, longest))):
             for _ in range(length):
-                mask.append(part and rng.random() > 0.15)  # some tokens of a response do not train
+                # Some tokens of a response do not train.
+                mask.append(is_response and rng.random() > 0.15)
                 ids.append(number)
     advantages = [rng.choice((-1.0, 1.0)) for _ in range(count)]
     pi = [rng.uniform(0.05, 0.6) for _ in ids]
     mu = [min(max(p + rng.gauss(0, 0.06), 0.01), 0.9) for p in pi]
     for number in range(count):
         rows = [i for i, n in enumerate(ids) if n == number and mask[i]]
-        of_responses.append((rows, advantages[number]))
+        rows_and_advantages.append((rows, advantages[number]))
     x = inputs(
         pi, mu, [advantages[n] for n in ids], loss_mask=mask, sequence_ids=torch.tensor(ids),
         recomputed=[min(max(q + rng.gauss(0, 0.04), 0.01), 0.9) for q in mu],
     )  # fmt: skip
-    return x, pi, mu, of_responses
+    return x, pi, mu, rows_and_advantages
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
-    x, pi, mu, of_responses = responses(seed)
+    x, pi, mu, rows_and_advantages = responses(seed)
     numbers = {"tv_threshold": 0.08, "budget_low": 0.02, "budget_high": 0.04, "weight_min": 0.8}
     cppo = trains("cppo-binary-tv", x, **numbers)
-    of_kl = {"kl_threshold": 0.01, "budget_low": 0.001, "budget_high": 0.004}
-    cppo_kl = trains("cppo-binary-kl", x, **of_kl)
-    gmpo = weights("gmpo", x, log_clip=0.15), trains("gmpo", x, log_clip=0.15)
+    kl_numbers = {"kl_threshold": 0.01, "budget_low": 0.001, "budget_high": 0.004}
+    cppo_kl = trains("cppo-binary-kl", x, **kl_numbers)
+    gmpo_weights = weights("gmpo", x, log_clip=0.15)
+    gmpo_trains = trains("gmpo", x, log_clip=0.15)
     minpro = weights("minpro", x)
     largest, mean = trains("trm-max", x, largest_k2=0.1), trains("trm-mean", x, mean_k3=0.03)
     geometric = trains("geometric-mask", x, sequence_low=0.9, sequence_high=1.1)
     vaco = trains("vaco", x, largest_shift=0.15)
     drifted = trains("off-policy-sequence-mask", x, drift_threshold=0.02)
-    for rows, a in of_responses:
+    for rows, a in rows_and_advantages:
         logs = [math.log(pi[i] / mu[i]) for i in rows]
         gaps = [abs(pi[i] - mu[i]) for i in rows]
         outward = [a * value > 0 for value in logs]
@@ -397,26 +401,28 @@ def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
             continue
         average = lambda values: sum(values) / len(rows)  # noqa: E731, B023
         cut = [min(v, 0.15) if a > 0 else max(v, -0.15) for v in logs]
-        assert gmpo[0][rows].tolist() == pytest.approx([math.exp(average(cut))] * len(rows))
-        assert [gmpo[1][i] for i in rows] == [a * v <= 0.15 for v in logs]
+        assert gmpo_weights[rows].tolist() == pytest.approx([math.exp(average(cut))] * len(rows))
+        assert [gmpo_trains[i] for i in rows] == [a * v <= 0.15 for v in logs]
+        # The lowest ratio before each token.
         lowest = [min([math.exp(v) for v in logs[:t]], default=1.0) for t in range(len(rows))]
         expected = [min(math.exp(v) * low, 5) for v, low in zip(logs, lowest, strict=True)]
         assert minpro[rows].tolist() == pytest.approx(expected)
-        of_whole_responses = {
+        # These rules train or block the whole response.
+        decisions = {
             "max": (largest, max(v * v / 2 for v in logs) <= 0.1),
             "mean": (mean, average([math.expm1(v) - v for v in logs]) <= 0.03),
             "drift": (drifted, a >= 0 or -average(logs) <= 0.02),
         }
-        for name, (found, loop) in of_whole_responses.items():
+        for name, (found, loop) in decisions.items():
             assert [found[i] for i in rows] == [loop] * len(rows), name
         old = [math.exp(x.recomputed_log_probs[i]) for i in rows]
         mismatch = [math.log(p / mu[i]) for p, i in zip(old, rows, strict=True)]
         ratios = [pi[i] / p for p, i in zip(old, rows, strict=True)]
         clipped = [r > 1.2 if a > 0 else r < 0.8 for r in ratios]
-        band = 0.9 <= math.exp(average(mismatch)) <= 1.1
-        assert [geometric[i] for i in rows] == [band and not c for c in clipped]
-        near = average([abs(math.expm1(m)) for m in mismatch]) <= 0.15
-        loop = [(near or a * m <= 0) and not c for m, c in zip(mismatch, clipped, strict=True)]
+        is_in_band = 0.9 <= math.exp(average(mismatch)) <= 1.1
+        assert [geometric[i] for i in rows] == [is_in_band and not c for c in clipped]
+        is_near = average([abs(math.expm1(m)) for m in mismatch]) <= 0.15
+        loop = [(is_near or a * m <= 0) and not c for m, c in zip(mismatch, clipped, strict=True)]
         assert [vaco[i] for i in rows] == loop
 
 
@@ -442,10 +448,10 @@ def test_the_random_responses_fall_on_both_sides():
 @pytest.mark.parametrize("name", ["cppo-binary-tv", "minpro", "gmpo", "trm-mean"])
 def test_a_responses_numbers_do_not_depend_on_what_it_is_packed_with(name):
     """The numbers are equal bit by bit: the order in which a response's tokens are added up is that of the response."""
-    x, *_, of_responses = responses(3)
+    x, *_, rows_and_advantages = responses(3)
     algorithm = build_algorithm(name)
     whole = decide(algorithm, x)
-    for number in range(len(of_responses)):
+    for number in range(len(rows_and_advantages)):
         rows = torch.nonzero(x.sequence_ids == number).flatten()
         fields = {f: getattr(x, f) for f in x.__dataclass_fields__}
         response = {f: None if v is None else v[rows] for f, v in fields.items()}
@@ -660,8 +666,7 @@ def test_a_bound_does_not_depend_on_which_replica_has_which_tokens(name):
 
 
 def centered_inputs(logits, mu_logits, sampled, k, advantages):
-    """Return the inputs of T tokens with K ids of TopK(mu) and the sampled id. They pass gradients to ``logits``
-    [T, V]."""
+    """Return inputs of T tokens with K ids of TopK(mu) and the sampled id. They pass gradients to ``logits`` [T, V]."""
     log_pi, log_mu = logits.log_softmax(-1), mu_logits.log_softmax(-1)
     ids = log_mu.topk(k).indices
     at = sampled[:, None]
