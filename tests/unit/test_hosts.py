@@ -75,7 +75,8 @@ def test_the_rank_that_failed_is_the_failure(start_ranks, forks):
 def test_a_host_ends_what_it_runs_with_the_connection(start_ranks):
     before = set(psutil.Process().children(recursive=True))
     ranks = start_ranks("waits", forks=True)
-    wait_for(lambda: sum(p.name().startswith("python") for p in children_since(before)) >= 8)
+    # Each of the two hosts runs remote_process, node_ranks, a fork server and two ranks.
+    wait_for(lambda: sum(p.name().startswith("python") for p in children_since(before)) >= 10)
     family = children_since(before)
     ranks.kill()
     assert psutil.wait_procs(family, timeout=20)[1] == []

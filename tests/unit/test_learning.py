@@ -148,19 +148,19 @@ def test_a_run_that_saves_no_batches_keeps_no_columns(watch) -> None:
 def test_the_gap_is_looked_at_before_the_first_step_alone(watch) -> None:
     """The second group's gap is too large, but it does not stop the run: the weights have moved before its step."""
     data = samples()
-    far = [
+    data_with_gap = [
         t.with_columns(rollout_log_probs=np.zeros(t.sampled, np.float32)) if i >= 8 else t
         for i, t in enumerate(data)
     ]
     watched = watch(save=True)
-    watched.learner.learn(watched.plan(far))
+    watched.learner.learn(watched.plan(data_with_gap))
     assert len(watched.steps) == 3
     with pytest.raises(GapError):
-        watched.learner.learn(watched.plan([*far[8:16], *far[:8]]))
+        watched.learner.learn(watched.plan([*data_with_gap[8:16], *data_with_gap[:8]]))
     assert len(watched.steps) == 3
     # The loss columns of the rejected mini-batch are kept, so that they can be saved.
     assert watched.learner.loss_columns.keys() == set(range(8))
-    stale = watched.plan([*far[8:16], *far[:8]], **{names.STALENESS_MAX: 1})
+    stale = watched.plan([*data_with_gap[8:16], *data_with_gap[:8]], **{names.STALENESS_MAX: 1})
     assert stale.is_stale
     watched.learner.learn(stale)
     assert len(watched.steps) == 5
@@ -191,13 +191,14 @@ def test_only_tokens_at_equal_weights_may_stop_a_run_by_their_frequency(watch, m
 def test_adapters_take_a_pass_less_and_with_dropout_no_gap_stops_a_run(
     watch, lora, passes, stops
 ) -> None:
-    far = [t.with_columns(rollout_log_probs=np.zeros(t.sampled, np.float32)) for t in samples()[:8]]
+    data_with_gap = [
+        t.with_columns(rollout_log_probs=np.zeros(t.sampled, np.float32)) for t in samples()[:8]
+    ]
     watched = watch(changes={"lora": lora})
-    planned_batch = watched.plan(far)
-    flops = passes * sum(watched.learner.layout.cost(t.length) for t in far)
-    assert watched.learner._speed(planned_batch, 2.0)[names.TFLOPS] * 1e12 == pytest.approx(
-        flops / 2
-    )
+    planned_batch = watched.plan(data_with_gap)
+    flops = passes * sum(watched.learner.layout.cost(t.length) for t in data_with_gap)
+    speed = watched.learner._speed(planned_batch, 2.0)
+    assert speed[names.TFLOPS] * 1e12 == pytest.approx(flops / 2)
     with pytest.raises(GapError) if stops else nullcontext():
         watched.learner.learn(planned_batch)
     assert len(watched.steps) == (not stops)

@@ -138,6 +138,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def test_another_process_under_the_holders_id_is_not_the_holder(tmp_path: Path) -> None:
+    """The lease names this process's id, but an earlier start time: that process has ended."""
     this_process = Holder.of_this_process()
     LeaseFiles(tmp_path).install(
         replace(this_process, nonce="0" * 16, pid_start=this_process.pid_start - 1)
@@ -245,6 +246,7 @@ def test_ranks_of_an_earlier_start_under_the_same_lease_are_fenced(tmp_path: Pat
 
 
 def test_a_living_claimant_is_the_one_in_the_way(tmp_path: Path, starters: Starters) -> None:
+    """The holder has ended. A process that lives has claimed its lease, and has not taken it yet."""
     this_process = Holder.of_this_process()
     files = LeaseFiles(tmp_path)
     files.install(replace(this_process, nonce="0" * 16, pid_start=this_process.pid_start - 1))
