@@ -122,9 +122,8 @@ def test_a_stopped_scheduler_costs_the_hang_time_out_and_a_probe(open_small, mon
     start, patience = time.monotonic(), own_patience(10)
     with pytest.raises(EngineUnavailableError, match="engine0"):
         small.session.connect()
-    assert (
-        time.monotonic() - start > 1.0 + 0.3 + 0.5
-    )  # for the last 0.5 s the session waits for another server
+    # Then the session waits for another server for 0.5 s.
+    assert time.monotonic() - start > 1.0 + 0.3 + 0.5
     assert not patience.is_exhausted()
     assert small.record.take_report("engine0") == 1
 

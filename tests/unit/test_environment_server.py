@@ -34,8 +34,10 @@ def serve(python: str | Path, path: Path, *words: str) -> Iterator[str]:
         command, env=os.environ | variables, stdout=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None
-        yield server.stdout.readline().strip()
-        server.kill()
+        try:
+            yield server.stdout.readline().strip()
+        finally:
+            server.kill()
 
 
 @pytest.fixture(scope="module")

@@ -64,8 +64,8 @@ class Engine(RecordedStarts):
         super().__init__()
         self._scored = scored
 
-    def start(self, *arguments: Any, **done: Any) -> Any:
-        generation = super().start(*arguments, **done)
+    def start(self, *arguments: Any, **options: Any) -> Any:
+        generation = super().start(*arguments, **options)
         assert generation.order == 0  # evaluations come before any batch
         generation.version = self.version
         return generation
@@ -79,12 +79,12 @@ class Engine(RecordedStarts):
             for i, p in enumerate(job.problems)
             for s in range(job.group_size)
         }
-        *first, last = reversed(answers.items())
-        for key, answer in first:
+        *earlier_answers, last_answer = reversed(answers.items())
+        for key, answer in earlier_answers:
             generation.on_response(key, answer)
-        for _ in first:
+        for _ in earlier_answers:
             assert self._scored.acquire(timeout=60), "no response was scored before the last came"
-        generation.on_response(*last)
+        generation.on_response(*last_answer)
         return list(answers.values())
 
 
@@ -190,8 +190,8 @@ class ReadyEngine(RecordedStarts):
         super().__init__()
         self.responses = responses
 
-    def start(self, *arguments: Any, **done: Any) -> Any:
-        generation = super().start(*arguments, **done)
+    def start(self, *arguments: Any, **options: Any) -> Any:
+        generation = super().start(*arguments, **options)
         for sample, answer in reversed(list(enumerate(self.responses))):
             generation.on_response((0, sample), answer)
         return generation
@@ -248,8 +248,8 @@ class WordEngine(RecordedStarts):
         super().__init__()
         self.words = iter(words)
 
-    def start(self, *arguments: Any, **done: Any) -> Any:
-        generation = super().start(*arguments, **done)
+    def start(self, *arguments: Any, **options: Any) -> Any:
+        generation = super().start(*arguments, **options)
         generation.timed_out = 2
         for sample in range(generation.job.group_size):
             if (0, sample) not in generation.done:
@@ -312,8 +312,8 @@ class LosingEngine(WordEngine):
         super().__init__(["bad", "a", "b", "c"])
         self.under_way: list[Any] = []
 
-    def start(self, *arguments: Any, **done: Any) -> Any:
-        self.under_way.append(super().start(*arguments, **done))
+    def start(self, *arguments: Any, **options: Any) -> Any:
+        self.under_way.append(super().start(*arguments, **options))
         return self.under_way[-1]
 
     def finish(self, generation: Any, trainer_version: Any, *, mixes: bool) -> list[Trajectory]:
@@ -379,9 +379,9 @@ class LoggingEngine(RecordedStarts):
         self.version, self.right, self.lost = 0, 0, False
         self.log: list[str] = []
 
-    def start(self, *arguments: Any, **done: Any) -> Any:
+    def start(self, *arguments: Any, **options: Any) -> Any:
         self.log.append(f"begin {self.version}")
-        generation = super().start(*arguments, **done)
+        generation = super().start(*arguments, **options)
         generation.version, generation.right = self.version, self.right
         return generation
 

@@ -53,6 +53,7 @@ def test_an_outline_tells_what_the_trajectory_does_and_survives_json():
 
 def test_rows_of_other_weights_than_the_tokens_are_discarded_and_counted():
     whole = example_trajectory()
+    # The engine recorded all rows under version 7, but version 6 sampled two of the tokens.
     usable = usable_rows(whole.loss_mask, whole.columns)
     assert Outline.of(whole).discarded_rows == 2 == len(usable) - usable.sum()
     assert trajectory([1, 2], [3], routed_experts=ROUTED[:2]).discarded_rows == 0
@@ -83,13 +84,13 @@ def test_a_stage_gets_its_layers_alone_and_all_stages_make_the_whole():
     assert not STAGES.needs(ColumnPart(5, "routed_experts", 1), 0)
     assert STAGES.needs(ColumnPart(5, "token_ids"), 1)
     assert same(STAGES.trajectory(Outline.of(whole), parts), whole)
-    second = {p: a for p, a in parts.items() if STAGES.needs(p, 1)}
+    second_parts = {part: array for part, array in parts.items() if STAGES.needs(part, 1)}
     stage_trajectory = whole.with_columns(routed_experts=ROUTED[:, [0, 2]])
-    assert same(STAGES.trajectory(Outline.of(whole), second), stage_trajectory)
-    first = {p: a for p, a in parts.items() if STAGES.needs(p, 0)}
+    assert same(STAGES.trajectory(Outline.of(whole), second_parts), stage_trajectory)
+    first_parts = {part: array for part, array in parts.items() if STAGES.needs(part, 0)}
     stage_trajectory = whole.with_columns(routed_experts=ROUTED[:, [1]])
     stage_trajectory = stage_trajectory.without("rollout_log_probs")
-    assert same(STAGES.trajectory(Outline.of(whole), first), stage_trajectory)
+    assert same(STAGES.trajectory(Outline.of(whole), first_parts), stage_trajectory)
     assert Stages().split(0, whole).keys() == {
         ColumnPart(0, n) for n in ("token_ids", "loss_mask", *whole.columns)
     }
