@@ -285,7 +285,7 @@ def megatron_reads(trainer: Any, folder: Path) -> bool:
     tensors, _ = extract_sharded_tensors_and_factories(model)
     of_model = {id(sharded.data): sharded for sharded in nested_values(tensors)}
     slices = state_slices(trainer.optimizer)
-    wanted = {
+    requested_tensors = {
         str(i): {
             name: make_sharded_optimizer_tensor(
                 of_model[id(one.parameter)],
@@ -296,7 +296,7 @@ def megatron_reads(trainer: Any, folder: Path) -> bool:
         }
         for i, one in enumerate(slices)
     }
-    loaded = dist_checkpointing.load({"optimizer": wanted}, str(folder))["optimizer"]
+    loaded = dist_checkpointing.load({"optimizer": requested_tensors}, str(folder))["optimizer"]
     return all(
         torch.equal(loaded[str(i)][name].view(-1), values)
         for i, one in enumerate(slices)
@@ -468,10 +468,10 @@ def background_worker(folder: str) -> dict[str, Any]:
     from megatron_dppo.metrics import table as names
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
-    at, told = Path(folder) / "background", []
+    at, published_steps = Path(folder) / "background", []
     trainer = make_trainer(f"{folder}/hf", {}, True, "float32", 2)
     train(trainer, 1)
-    store = CheckpointStore(at, 2, background=True, published=told.append)
+    store = CheckpointStore(at, 2, background=True, published=published_steps.append)
     out: dict[str, Any] = {"nothing": store.figures()}
     with slow_writes() as go:
         saved = raw_state(trainer)
@@ -491,7 +491,7 @@ def background_worker(folder: str) -> dict[str, Any]:
     files = [f for f in at.rglob("*") if f.is_file() and f.name != "manifest.json"]
     out["both"] = sum(f.stat().st_size for f in files)
     out["names"] = [names.CHECKPOINT_BYTES, names.CHECKPOINT_WRITTEN]
-    out["published"] = list(told)
+    out["published"] = list(published_steps)
     trained = raw_state(trainer)
     # The second load restores the trained state, so that the trainer is unchanged afterwards.
     for step, state in enumerate((saved, trained)):

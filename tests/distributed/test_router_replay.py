@@ -120,9 +120,9 @@ class RouterWatch:
                 own = trainer.share.rows(padded.cu_seqlens)
                 valid = padded.valid["routed_experts"][own]
                 expected = padded.columns["routed_experts"][own, layer].long()
-                chosen = torch.zeros(len(valid), EXPERTS, dtype=torch.bool)
-                chosen.scatter_(1, expected, True)
-                rows = (used != chosen).any(1) & valid
+                expected_map = torch.zeros(len(valid), EXPERTS, dtype=torch.bool)
+                expected_map.scatter_(1, expected, True)
+                rows = (used != expected_map).any(1) & valid
                 if rows.any():
                     found.append(f"{where}, micro-batch {number}: {int(rows.sum())} rows")
                 if (used.sum(1) != TOP_K).any():
@@ -247,10 +247,10 @@ def natural_worker(folder: str) -> dict[str, Any]:
     batches = own_micro_batches(plain, samples())
     expected = plain.train_mini_batch(batches, policy_token_loss, 200.0)
     weights = {n: p.detach().clone() for n, p in plain.chunks[0].named_parameters()}
-    chosen = [watch.seen[layer, True] for layer in range(LAYERS)]
+    maps_by_layer = [watch.seen[layer, True] for layer in range(LAYERS)]
     recorded = []
     for number, batch in enumerate(batches):
-        maps = torch.stack([layer[number] for layer in chosen], 1)
+        maps = torch.stack([layer[number] for layer in maps_by_layer], 1)
         experts = maps.nonzero()[:, 2].view(batch.num_tokens, LAYERS, TOP_K).to(torch.uint8)
         valid = torch.ones(batch.num_tokens, dtype=torch.bool)
         routed = batch.with_columns(routed_experts=experts)
@@ -278,13 +278,13 @@ def natural_worker(folder: str) -> dict[str, Any]:
 def refusals(trainer, batch) -> list[str]:
     """Return the errors of recordings of another model."""
     experts = batch.columns["routed_experts"]
-    told = []
+    errors = []
     for wrong in (experts[:, :2], torch.cat([experts[..., :1], experts[..., :1] + 8], -1)):
         try:
             trainer.log_probs([batch.with_columns(routed_experts=wrong)])
         except ValueError as error:
-            told.append(str(error))
-    return told
+            errors.append(str(error))
+    return errors
 
 
 def replay_beside_dense_layers(trainer) -> dict[str, Any]:
@@ -317,8 +317,8 @@ def replay_beside_dense_layers(trainer) -> dict[str, Any]:
     wrong = 0
     for column, number in enumerate((1, 3)):
         expected = experts[:, column].long()
-        chosen = torch.zeros_like(used[number]).scatter_(1, expected, True)
-        wrong += int(((used[number] != chosen).any(1) & valid).sum())
+        expected_map = torch.zeros_like(used[number]).scatter_(1, expected, True)
+        wrong += int(((used[number] != expected_map).any(1) & valid).sum())
     return {"columns": columns, "wrong": wrong, "refused": refused}
 
 
@@ -332,5 +332,5 @@ def test_replaying_the_natural_routing_changes_nothing(reference: Path) -> None:
     layers, experts = found["refused"]
     assert layers.startswith("recorded routing of (2, 2)")
     assert "expected 0..7" in experts
-    told = "layer 0 of the model is dense, but the recording's layers are [0, 1, 2, 3]"
-    assert found["with dense layers"] == {"columns": [0, 1], "wrong": 0, "refused": told}
+    expected_error = "layer 0 of the model is dense, but the recording's layers are [0, 1, 2, 3]"
+    assert found["with dense layers"] == {"columns": [0, 1], "wrong": 0, "refused": expected_error}

@@ -55,8 +55,8 @@ def hf_log_probs(model, batch, temperature: float) -> torch.Tensor:
     bounds = batch.cu_seqlens.tolist()
     for start, end in pairwise(bounds):
         logits = model(batch.token_ids[None, start:end]).logits[0].float() / temperature
-        chosen = batch.target_ids[start:end, None]
-        out.append(logits.log_softmax(-1).gather(1, chosen)[:, 0])
+        targets = batch.target_ids[start:end, None]
+        out.append(logits.log_softmax(-1).gather(1, targets)[:, 0])
     return torch.cat(out)
 
 

@@ -417,7 +417,7 @@ def test_every_token_of_an_interrupted_response_is_of_the_version_that_its_span_
             HttpClient(engine.url, API_KEY, ADMIN_KEY), shape, "float32"
         )
         try:
-            drawn = await generate_under_updates(client, weights, requests, [folder, model])
+            trajectories = await generate_under_updates(client, weights, requests, [folder, model])
             cached = [
                 orjson.loads(await client.answer(prefix, f"prefix-{i}"))["meta_info"][
                     "cached_tokens"
@@ -428,14 +428,14 @@ def test_every_token_of_an_interrupted_response_is_of_the_version_that_its_span_
             await weights.resume()
             again = orjson.loads(await client.answer(prefix, "prefix-2"))
             await weights.set_version("0")
-            return drawn, [*cached, again["meta_info"]["cached_tokens"]]
+            return trajectories, [*cached, again["meta_info"]["cached_tokens"]]
         finally:
             await weights.close()
 
-    drawn, cached = runner.run(work())
+    trajectories, cached = runner.run(work())
     assert cached[1] > 0
     assert cached[2] == 0, "keys and values of the weights before the update"
-    for request, result in zip(requests, drawn, strict=True):
+    for request, result in zip(requests, trajectories, strict=True):
         versions = result.columns["weight_version"]
         assert [span.weight_version for span in result.version_spans] == [0, 1, 2]
         check_versions(request, result, models)
@@ -552,13 +552,14 @@ def test_an_aborted_response_goes_on_under_the_new_weights(
         assert result.text == decode(result.response_ids, special=False)
         check_versions(request, result, models)
         versions, begin = result.columns["weight_version"], len(request.prompt_ids) - 1
-        chosen = [router_choices(m, result)[begin:] for m in models]
-        of_version = np.stack(chosen)[versions, np.arange(result.sampled)]
+        choices_by_version = [router_choices(m, result)[begin:] for m in models]
+        of_version = np.stack(choices_by_version)[versions, np.arange(result.sampled)]
         rows = result.columns["routed_experts"][begin:]
         kept = versions != 2
         np.testing.assert_array_equal(rows[kept], of_version[kept])
         assert (
-            rows[kept] != np.roll(np.stack(chosen), 1, axis=0)[versions, np.arange(length)][kept]
+            rows[kept]
+            != np.roll(np.stack(choices_by_version), 1, axis=0)[versions, np.arange(length)][kept]
         ).any()
         usable = usable_rows(result.loss_mask, result.columns)
         assert usable[:begin].all()
@@ -649,10 +650,10 @@ def test_the_keys_are_needed_and_told_to_nobody(runner, engine, client):
     assert runner.run(answers(API_KEY, "/flush_cache", ADMIN_KEY)) == 200
 
     family = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
-    shown = [" ".join(p.cmdline()) + str(p.environ()) for p in family]
-    shown += [str(runner.run(client.get_json("/server_info"))), engine.log_path.read_text()]
-    shown += [engine.options_path.read_text()]
-    assert not any("5c0ffee5" in text for text in shown)
+    visible_texts = [" ".join(p.cmdline()) + str(p.environ()) for p in family]
+    visible_texts += [str(runner.run(client.get_json("/server_info"))), engine.log_path.read_text()]
+    visible_texts += [engine.options_path.read_text()]
+    assert not any("5c0ffee5" in text for text in visible_texts)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a server's memory is closed to its own user")

@@ -291,16 +291,16 @@ def check_own_version(t: Trajectory, models: Sequence[nn.Module]) -> None:
             ids = torch.from_numpy(t.column("topk_ids")[own].astype(np.int64))
             assert np.abs(log_probs.gather(1, ids).numpy() - topk).max() < 1e-5
             assert np.abs(log_probs.topk(ids.shape[1]).values.numpy() - topk).max() < 1e-5
-    chosen = np.sort(t.column("routed_experts"), -1)
+    recorded_experts = np.sort(t.column("routed_experts"), -1)
     for version in np.unique(recorded):
         rows = recorded == version
         ordered = by_version[version].routers[rows].sort(-1, descending=True)
         # If two experts' logits differ only by rounding, either expert is right.
-        k = chosen.shape[-1]
+        k = recorded_experts.shape[-1]
         clear = (ordered.values[..., k - 1] - ordered.values[..., k] > 1e-5).numpy()
         expected = np.sort(ordered.indices[..., :k].numpy(), -1)
         assert clear.mean() > 0.9
-        np.testing.assert_array_equal(chosen[rows][clear], expected[clear])
+        np.testing.assert_array_equal(recorded_experts[rows][clear], expected[clear])
 
 
 def recorded_by(t: Trajectory) -> np.ndarray:

@@ -170,8 +170,8 @@ def test_another_rule_on_the_whole_run_token_by_token(run, tmp_path, capsys):
     alone = [abs(t["pi"] - t["mu"]) for t in tokens if not t["other_blocks"]]
     both = [abs(t["pi"] - t["mu"]) for t in tokens if t["other_blocks"]]
     assert THRESHOLD < min(alone) <= max(alone) <= 1.5 * THRESHOLD + 1e-7 < min(both) + 2e-7
-    said = capsys.readouterr().out
-    assert str(len(alone)) in said
+    output = capsys.readouterr().out
+    assert str(len(alone)) in output
     assert page.read_text().startswith("<!DOCTYPE html>")
 
 

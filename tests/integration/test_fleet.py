@@ -208,11 +208,11 @@ def test_servers_of_one_supervisor_are_forks_of_one_process(fleet):
 
 def test_no_key_is_in_a_command_line_or_a_log(fleet, config):
     keys = fleet.record.keys(fleet.members(2)[0].server)
-    shown = [path.read_text() for path in (Path(config.run.directory) / "logs").iterdir()]
+    visible_texts = [path.read_text() for path in (Path(config.run.directory) / "logs").iterdir()]
     for server in (*fleet.record.servers(), fleet.record.router()):
-        shown += [" ".join(process.cmdline()) for process in family(server)]
-    assert len(shown) >= 3 + 3
-    assert not [text for text in shown for key in (keys.api, keys.admin) if key in text]
+        visible_texts += [" ".join(process.cmdline()) for process in family(server)]
+    assert len(visible_texts) >= 3 + 3
+    assert not [text for text in visible_texts for key in (keys.api, keys.admin) if key in text]
 
 
 def open_paths(port: int) -> dict[str, str]:
@@ -246,7 +246,9 @@ def test_what_the_router_tells_without_a_key_is_what_is_said_of_it(fleet):
     forwarded_paths = {"/get_model_info", "/get_server_info"}
     assert set(OPEN_PATHS) - forwarded_paths <= set(found) <= set(OPEN_PATHS)
     keys = fleet.record.keys(fleet.members(2)[0].server)
-    assert not [path for path, said in found.items() if keys.api in said or keys.admin in said]
+    assert not [
+        path for path, answer in found.items() if keys.api in answer or keys.admin in answer
+    ]
     text = (Path(__file__).parents[2] / "docs" / "shared_hosts.md").read_text()
     assert not [path for path in OPEN_PATHS if f"`{path}`" not in text]
     listening = [

@@ -108,8 +108,8 @@ def fp8_log_probs(
             elif rounds_activations and is_quantized(f"{name}.weight"):
                 module.register_forward_pre_hook(lambda _, inputs: round_activations(inputs[0]))
         logits = model(torch.tensor([list(tokens)])).logits[0, :-1]
-    chosen = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])
-    return chosen[:, 0].tolist()
+    log_probs = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])
+    return log_probs[:, 0].tolist()
 
 
 def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:

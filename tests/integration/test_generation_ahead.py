@@ -145,9 +145,9 @@ def test_every_due_evaluation_is_there_once_whatever_came_between(disturbed_run,
     for begin, end in zip(due, [*due[1:], last + 1], strict=True):
         assert len([step for step in evaluated if begin <= step < end]) == 1, (due, evaluated)
     lines = read_step_lines(resumed_run.directory / "samples.jsonl")
-    shown = [line["step"] for line in lines if line["set"] == "sums"]
+    shown_steps = [line["step"] for line in lines if line["set"] == "sums"]
     # Four problems have two responses each. Four of these responses are shown.
-    assert shown == [step for step in evaluated for _ in range(4)]
+    assert shown_steps == [step for step in evaluated for _ in range(4)]
 
 
 def test_a_resumed_run_takes_up_the_problems_that_were_prefetched(disturbed_run, resumed_run):
@@ -156,13 +156,13 @@ def test_a_resumed_run_takes_up_the_problems_that_were_prefetched(disturbed_run,
     records = {r["step"]: r for r in records_of(resumed_run.directory)}
     stream, position = ProblemSampler(64, seed=1).next(64 * 8), 0
     for step, batch in batches(resumed_run.directory).items():
-        asked = records[step].get("rollout/groups_generated", PROMPTS)
-        candidates = iter(stream[position : position + asked])
+        group_count = records[step].get("rollout/groups_generated", PROMPTS)
+        candidates = iter(stream[position : position + group_count])
         kept = [r.problem_id for r in batch[::GROUP]]
         assert len(kept) == PROMPTS
         assert all(problem in candidates for problem in kept), step
-        assert step > ends_at or asked == PROMPTS
-        position += asked
+        assert step > ends_at or group_count == PROMPTS
+        position += group_count
 
 
 def test_a_filtered_batch_accounts_for_every_group(disturbed_run, resumed_run):
@@ -259,10 +259,10 @@ def test_kills_lose_no_prompt_and_train_none_twice(killed_directory):
     """The batches have the prompts of an undisturbed sampler in order, each prompt with its responses once."""
     found = batches(killed_directory)
     assert list(found) == list(range(1, len(found) + 1))
-    drawn = iter(ProblemSampler(64, seed=1).next(PROMPTS * len(found)))
+    sampled_problems = iter(ProblemSampler(64, seed=1).next(PROMPTS * len(found)))
     for step, batch in found.items():
         keys = [(t.problem_id, t.sample_index) for t in batch]
-        prompts = list(islice(drawn, PROMPTS))
+        prompts = list(islice(sampled_problems, PROMPTS))
         assert keys == [(prompt, i) for prompt in prompts for i in range(GROUP)], step
 
 

@@ -240,6 +240,9 @@ def check_that_another_start_model_is_refused(
     words = (*common, f"run.directory={directory}", f"model.hf_checkpoint={other}", "run.steps=5")
     with TrainingRun(config, *words) as run:
         run.finish(code=1)
-        said = "".join(path.read_text() for path in (directory / "logs").glob("rank*.out"))
-        assert "begun with other files (model.hf_checkpoint/model.safetensors: its SHA-256" in said
+        rank_output = "".join(path.read_text() for path in (directory / "logs").glob("rank*.out"))
+        assert (
+            "begun with other files (model.hf_checkpoint/model.safetensors: its SHA-256"
+            in rank_output
+        )
     assert steps_of(directory) == left

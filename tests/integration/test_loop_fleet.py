@@ -119,11 +119,11 @@ def test_a_run_outlives_its_servers_and_takes_new_ones_in(config, elsewhere, mon
 
         run.command("remove", elsewhere.url)
         run.wait_until_serving("engine0", "engine1")
-        shown = run.command("list")
+        listing = run.command("list")
         run.wait_for_steps(1)
         run.interrupt()
         run.finish(code=130, timeout=120)
-    assert shown.count("serves") == 2
+    assert listing.count("serves") == 2
     for words in ("engine1 was killed by SIGKILL", "engine0 runs but was reported lost"):
         assert words in run.text
     assert run.text.count("the router was killed by SIGKILL") == 1

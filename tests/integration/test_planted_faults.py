@@ -258,10 +258,10 @@ def in_head(**options: Any) -> Plant:
 
         def wrong(*arguments: Any, **given: Any) -> Any:
             dtype = options.get("dtype", given["options"].dtype)
-            chosen = replace(given["options"], dtype=dtype)
+            head_options = replace(given["options"], dtype=dtype)
             temperature = options.get("temperature", given["temperature"])
             return head_stats(
-                *arguments, **{**given, "options": chosen, "temperature": temperature}
+                *arguments, **{**given, "options": head_options, "temperature": temperature}
             )
 
         patch.setattr(step, "head_stats", wrong)

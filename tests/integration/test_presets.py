@@ -221,8 +221,10 @@ def test_topk_of_the_engine_is_ordered_and_sums_to_one(recorded_config):
         assert (np.sort(ids, 1) == np.arange(VOCABULARY)).all()
         assert (np.diff(log_probs, axis=1) <= 0).all()
         np.testing.assert_allclose(np.exp(log_probs).sum(1), 1, atol=1e-5)
-        chosen = log_probs[ids == trajectory.response_ids[:, None]]
-        np.testing.assert_allclose(chosen, trajectory.columns["rollout_log_probs"], atol=1e-6)
+        sampled_log_probs = log_probs[ids == trajectory.response_ids[:, None]]
+        np.testing.assert_allclose(
+            sampled_log_probs, trajectory.columns["rollout_log_probs"], atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

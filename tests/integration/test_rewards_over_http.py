@@ -178,10 +178,13 @@ def test_a_run_trains_on_a_reward_models_scores(classifier, reward_model, tmp_pa
         )
         for t in batch[::4]:
             # The token that ended a response is not a part of its text.
-            said = t.response_ids[:-1] if t.finish_reason == "stop" else t.response_ids
+            text_ids = t.response_ids[:-1] if t.finish_reason == "stop" else t.response_ids
             turns = [
                 {"role": "user", "content": problems[t.problem_id]["prompt"]},
-                {"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True)},
+                {
+                    "role": "assistant",
+                    "content": tokenizer.decode(text_ids, skip_special_tokens=True),
+                },
             ]
             ids = tokenizer.apply_chat_template(turns, return_dict=True, return_tensors="pt")
             with torch.no_grad():
@@ -265,8 +268,8 @@ class ScriptedJudge(BaseHTTPRequestHandler):
             self.questions.append(body)
             first = len(self.questions) == 1
         response = re.findall(r"Response:\\n(.*?)\\n", body)[-1]
-        said = f"Score: 9? No.\\n**Score**: {sum(c.isdigit() for c in response)}"
-        answer = f'{{"choices": [{{"message": {{"content": "{said}"}}}}]}}'.encode()
+        text = f"Score: 9? No.\\n**Score**: {sum(c.isdigit() for c in response)}"
+        answer = f'{{"choices": [{{"message": {{"content": "{text}"}}}}]}}'.encode()
         self.send_response(503 if first else 200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -284,7 +287,7 @@ def test_a_judges_last_score_counts_once_for_the_same_question(monkeypatch):
         with judge(f"http://127.0.0.1:{server.server_port}") as verifier:
             words = ["12345", "{answer} 1", "none", "1" * 11]
             scores = verifier.check([conversation(word) for word in words])
-            asked = len(ScriptedJudge.questions)
+            question_count = len(ScriptedJudge.questions)
             assert [s.value for s in verifier.score([conversation("12345")])] == [0.5]
     finally:
         server.shutdown()
@@ -292,6 +295,6 @@ def test_a_judges_last_score_counts_once_for_the_same_question(monkeypatch):
     # 11 is beyond the range: no score.
     assert [s.value for s in scores[:3]] == [0.5, 0.1, 0.0]
     assert "the judge gave no score" in (scores[3].unavailable or "")
-    assert len(ScriptedJudge.questions) == asked
+    assert len(ScriptedJudge.questions) == question_count
     # The text of a response is not read as a placeholder.
     assert any("{answer} 1" in question for question in ScriptedJudge.questions)

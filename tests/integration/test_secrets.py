@@ -73,12 +73,12 @@ def test_no_process_of_the_run_shows_a_key_in_its_environment_or_command_line(ru
     assert holder is not None
     hidden = [*(value for name, value in KEYS.items() if name != PASSED), holder.nonce]
     for found in found_by_agents(run):
-        shown = "\n".join(found["processes"].values())
+        visible_text = "\n".join(found["processes"].values())
         # The agent saw the run's processes: ranks, a server and the router.
         if os.geteuid() == 0:
             for program in ("megatron_dppo.train", "launch_server", "smg::router"):
-                assert program in shown
-        assert [value for value in hidden if value in shown] == []
+                assert program in visible_text
+        assert [value for value in hidden if value in visible_text] == []
 
 
 def test_no_file_of_the_run_holds_a_key(run):

@@ -215,8 +215,8 @@ def reference_log_probs(folder: Path, tokens: list[int]) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0, :-1]
-    chosen = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])
-    return chosen[:, 0].tolist()
+    log_probs = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])
+    return log_probs[:, 0].tolist()
 
 
 def adapter_log_probs(server: RunningServer, adapter: str, tokens: list[int]) -> list[float]:
