@@ -121,9 +121,9 @@ def test_a_sampler_that_draws_otherwise_is_found(fault, side):
 
 def by_hand(p: float, tokens: int) -> dict[str, float]:
     """Return the sums of ``tokens`` tokens that all have pi = mu = ``p``, beside an entropy of log 2."""
-    ones = torch.full((tokens,), math.log(p), dtype=torch.float64)
+    log_probs = torch.full((tokens,), math.log(p), dtype=torch.float64)
     inputs = TokenInputs(
-        ones, ones, ones, torch.ones(tokens, dtype=torch.bool),
+        log_probs, log_probs, log_probs, torch.ones(tokens, dtype=torch.bool),
         entropy=torch.full((tokens,), math.log(2), dtype=torch.float64),
     )  # fmt: skip
     return policy_loss(build_algorithm("pg-is"), inputs).metrics.values()
@@ -138,9 +138,10 @@ def test_the_sums_by_hand():
     assert [sums[name] for name in FREQUENCY_SUMS] == pytest.approx(expected)
     canary = make_canary()
     canary.check(sums)
+    # The evidence is the mean of exp(a sum xi / c - psi(a) sum xi^2 / c^2) over both sides and all a, with c = 20.
     exponents = [
-        a * m / 20 + (math.log(1 - a) + a) * s / 400
-        for m, s in (expected[:2], expected[2:])
+        a * xi / 20 + (math.log(1 - a) + a) * xi_squared / 400
+        for xi, xi_squared in (expected[:2], expected[2:])
         for a in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
     ]
     assert canary.evidence == pytest.approx(
