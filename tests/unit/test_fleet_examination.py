@@ -35,7 +35,7 @@ HTML = "<html><body>It works!</body></html>"
 class Bench:
     """An examiner as in a run, and a small server to attach.
 
-    ``states``: the results. ``news``: how often the examiner reported a result. ``fault``: an error that the check
+    ``states``: the results. ``news``: how often the examiner called ``on_news``. ``fault``: an error that the check
     raises without a request to the server.
     """
 
@@ -121,6 +121,7 @@ def test_who_does_not_fit_is_refused_with_the_reason(bench, caplog, status, text
     before = bench.small.asked["/server_info"]
     assert bench.examination(at_once=True) is examination
     assert bench.small.asked["/server_info"] == before
+    assert bench.news == 1
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,7 @@ def test_who_does_not_answer_is_asked_again_and_logged_once(bench, monkeypatch, 
     bench.watch_until(lambda: bench.small.asked["/server_info"] > 4)
     [line] = [r.getMessage() for r in caplog.records if "503: starting" in r.getMessage()]
     assert "not yet usable, asked again every 0 s" in line
+    assert bench.news == 2  # the first examination, and the start of the watch
     bench.fault = AttributeError("now it answers nonsense")
     server = bench.record.servers()[0]
     bench.watch_until(lambda: bench.states[server].examination.state == "refused")

@@ -96,8 +96,9 @@ def test_two_ranks_hold_values_and_scales_beside_them(rank: int) -> None:
         name for name in plain if name.endswith(tuple(added))
     }
     encoded = {name: quantize(hf[name]) for name in hf if is_quantized(name)}
+    # The scales are divided among the ranks like the values.
     for ending, field in (("", "values"), ("_scale_inv", "scales")):
-        part = {name: getattr(e, field) for name, e in encoded.items()}
+        part = {name: getattr(pair, field) for name, pair in encoded.items()}
         qkv = torch.cat([rows(part[f"{ATTENTION}{x}_proj.weight"], rank) for x in "qkv"])
         assert got[f"{ATTENTION}qkv_proj.weight{ending}"] == tiled_hash(qkv)
         o_proj = columns(part[f"{ATTENTION}o_proj.weight"], rank)
