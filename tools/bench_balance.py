@@ -1,8 +1,8 @@
 """How long ranks wait for each other on long-tailed batches, if micro-batches have equal tokens or equal
 FLOPs: ``python tools/bench_balance.py [--json docs/evidence/benchmarks/balance.json]``.
 
-Simulated: the plan is the trainer's own, a micro-batch takes the FLOPs of its sequences, and the k-th
-micro-batches of all ranks run together.
+This is a simulation: the plan is the trainer's own, the time of a micro-batch is proportional to the FLOPs of
+its sequences, and the k-th micro-batches of all ranks start together.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron_dppo.model.shape import forward_flops
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "model_configs" / "qwen3-30b-a3b"
 LIMIT, PROMPT = 16_384, 200
+"""Tokens of a truncated response, and tokens of each prompt."""
 
 
 def long_tailed(rng: np.random.Generator, responses: int) -> list[int]:
@@ -35,7 +36,7 @@ def often_truncated(rng: np.random.Generator, responses: int) -> list[int]:
 
 
 def main() -> None:
-    """Print a table: each distribution, replicas and budget, over the seeds."""
+    """Print a row for each distribution of lengths, number of replicas and token budget: the range over the seeds."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default=str(MODEL), help="folder with a config.json")
     parser.add_argument("--responses", type=int, default=512, help="of one optimiser step")
@@ -49,24 +50,26 @@ def main() -> None:
     for draw in (long_tailed, often_truncated):
         for replicas, budget in ((4, 17_408), (8, 17_408), (8, 34_816)):
             idle: dict[str, list[float]] = {"tokens": [], "flops": []}
-            seconds = 0.0
+            slowest_plan_s = 0.0
             for seed in range(options.seeds):
                 lengths = draw(np.random.default_rng(seed), options.responses)
                 flops = [cost(length) for length in lengths]
                 for by, costs in (("tokens", lengths), ("flops", flops)):
                     start = time.perf_counter()
                     plan = plan_mini_batch(lengths, costs, replicas, budget)
-                    seconds = max(seconds, time.perf_counter() - start)
+                    slowest_plan_s = max(slowest_plan_s, time.perf_counter() - start)
                     idle[by].append(idle_share(plan, flops))
-            shown = [f"{min(x):.1%} to {max(x):.1%}" for x in idle.values()]
+            ranges = [f"{min(x):.1%} to {max(x):.1%}" for x in idle.values()]
             name = draw.__name__.replace("_", " ")
-            print(f"| {name} | {replicas} | {budget} | {shown[0]} | {shown[1]} | {seconds:.2f} |")
+            print(
+                f"| {name} | {replicas} | {budget} | {ranges[0]} | {ranges[1]} | {slowest_plan_s:.2f} |"
+            )
             how = f"{name}, {replicas} replicas, {budget} tokens a micro-batch; worst of {options.seeds} seeds"
             worst += [
                 Quantity(f"ranks idle, balanced by {by}", 100 * max(x), "%", how)
                 for by, x in idle.items()
             ]
-            worst.append(Quantity("seconds of a plan", seconds, "s", how))
+            worst.append(Quantity("seconds of a plan", slowest_plan_s, "s", how))
     if options.json:
         write_rows(options.json, "balance of long-tailed batches", worst)
 

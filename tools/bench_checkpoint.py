@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Benchmark of a checkpoint: seconds that training stands still, bytes, memory; against Megatron-Core's torch_dist.
+"""Benchmark of checkpoints against Megatron-Core's torch_dist: seconds that training stands still, bytes and memory.
 
 Every mode saves the same state (bfloat16 weights, Adam in fp32) several times, in separate processes. The first save
 also allocates memory. With --before, another checkout of this project is measured in the same round.
@@ -32,7 +32,7 @@ from megatron_dppo.system.processes import kill_families, start_process
 RANK = Path(__file__).parent / "checkpoint_benchmark" / "rank.py"
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
 BYTES_PER_PARAMETER = 14
-"""2 bytes of the weight, 12 bytes of master weight and moments."""
+"""2 bytes of the weight, and 12 bytes of the master weight and the two moments."""
 MODES = ("background", "foreground", "megatron background", "megatron foreground")
 
 
@@ -41,7 +41,7 @@ class RanksEndedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Measured:
+class ModeFigures:
     """The figures of one mode.
 
     ``timings``: seconds of each save on the slowest rank. ``memory``: largest memory of all processes above the memory
@@ -53,7 +53,7 @@ class Measured:
     memory: int
     written: int
 
-    def later(self, key: str) -> float:
+    def later_median(self, key: str) -> float:
         """The median of all saves except the first."""
         return statistics.median(timing[key] for timing in self.timings[1:])
 
@@ -90,7 +90,7 @@ def make_material(folder: Path, gigabytes: float) -> None:
     write_hf_checkpoint(folder, shape, torch.bfloat16, tensors, side_files_from=side)
 
 
-def measure(mode: str, settings: dict[str, Any], before: Path | None) -> Measured:
+def measure(mode: str, settings: dict[str, Any], before: Path | None) -> ModeFigures:
     """Start the ranks of one mode, and watch their memory while they save."""
     folder = Path(settings["folder"])
     shutil.rmtree(folder, ignore_errors=True)
@@ -112,7 +112,7 @@ def measure(mode: str, settings: dict[str, Any], before: Path | None) -> Measure
         for process in ranks:
             process.wait()
     finally:
-        # Megatron's writer has started processes, which are killed with the ranks.
+        # Kill the processes that Megatron's writer has started, too.
         kill_families(ranks)
     timings_by_rank = [json.loads(path.read_text()) for path in done]
     slowest: list[dict[str, float]] = []
@@ -122,7 +122,7 @@ def measure(mode: str, settings: dict[str, Any], before: Path | None) -> Measure
     last_checkpoint = max((folder / "saved").iterdir(), key=_modification_time)
     files = [path for path in last_checkpoint.rglob("*") if path.is_file()]
     written_bytes = sum(path.stat().st_size for path in files)
-    return Measured(mode, slowest, peak_bytes - start_bytes, written_bytes)
+    return ModeFigures(mode, slowest, peak_bytes - start_bytes, written_bytes)
 
 
 def _modification_time(path: Path) -> float:
@@ -184,7 +184,7 @@ def pss(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
 
 
-def show(results: list[Measured], bytes_of_state: int) -> None:
+def show(results: list[ModeFigures], bytes_of_state: int) -> None:
     """Print the table. The reference of all ratios is Megatron in the foreground."""
     table = Table(title=f"{bytes_of_state / 1e9:.2f} GB of state")
     for column in (
@@ -197,24 +197,27 @@ def show(results: list[Measured], bytes_of_state: int) -> None:
         first = result.timings[0]
         table.add_row(
             result.mode,
-            f"{first['stood_still']:.2f}", f"{result.later('stood_still'):.2f}",
-            f"{first['until_there']:.2f}", f"{result.later('until_there'):.2f}",
-            f"{result.later('stood_still') / reference.later('stood_still'):.3f}",
+            f"{first['stood_still']:.2f}", f"{result.later_median('stood_still'):.2f}",
+            f"{first['until_there']:.2f}", f"{result.later_median('until_there'):.2f}",
+            f"{result.later_median('stood_still') / reference.later_median('stood_still'):.3f}",
             f"{result.memory / 1e9:.2f}", f"{result.memory / bytes_of_state:.2f}",
             f"{result.written / 1e9:.2f}",
         )  # fmt: skip
     CONSOLE.print(table)
 
 
-def rows(results: list[Measured], bytes_of_state: int, ranks: int) -> Iterator[Quantity]:
+def rows(results: list[ModeFigures], bytes_of_state: int, ranks: int) -> Iterator[Quantity]:
     """Yield the quantities for the scale report."""
     how = f"{bytes_of_state / 1e9:.2f} GB of state in {ranks} ranks of one machine, median of the saves after the first"
     for result in results:
         yield Quantity(
-            f"training stands still, {result.mode}", result.later("stood_still"), "s", how
+            f"training stands still, {result.mode}", result.later_median("stood_still"), "s", how
         )
         yield Quantity(
-            f"until the files are there, {result.mode}", result.later("until_there"), "s", how
+            f"until the files are there, {result.mode}",
+            result.later_median("until_there"),
+            "s",
+            how,
         )
         above = result.memory / bytes_of_state
         yield Quantity(f"memory above the start over the state, {result.mode}", above, "", how)
@@ -254,7 +257,7 @@ def main() -> None:
             results.append(measure(mode, settings, options.before))
         except RanksEndedError as error:
             raise SystemExit(f"{mode}: {error}") from error
-        CONSOLE.print(f"  stands still for {results[-1].later('stood_still'):.2f} s")
+        CONSOLE.print(f"  stands still for {results[-1].later_median('stood_still'):.2f} s")
     weights = sum(path.stat().st_size for path in material.glob("*.safetensors"))
     state = weights // 2 * BYTES_PER_PARAMETER
     show(results, state)

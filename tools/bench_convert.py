@@ -66,6 +66,7 @@ def copy(root: Path) -> None:
 
 COPY = "plain copy"
 CONVERTED = "m"
+"""The folder of the converted checkpoint."""
 
 
 def convert(root: Path) -> None:
@@ -154,8 +155,8 @@ def measure(arguments: argparse.Namespace) -> None:
         for name in PHASES:
             if name == COPY:
                 continue
-            copied = timed(COPY, root)
-            facts = timed(name, root)
+            copied = measure_phase(COPY, root)
+            facts = measure_phase(name, root)
             results[COPY].append(copied | {"ratio": 1.0})
             results[name].append(facts | {"ratio": facts["seconds"] / copied["seconds"]})
         shutil.rmtree(root / CONVERTED)
@@ -171,7 +172,7 @@ def measure(arguments: argparse.Namespace) -> None:
     print("load average (1, 5, 15 minutes):", *(f"{load:.1f}" for load in os.getloadavg()))
 
 
-def timed(name: str, root: Path) -> dict[str, float]:
+def measure_phase(name: str, root: Path) -> dict[str, float]:
     """Run a phase in its own process; remove its output unless later phases read it."""
     target = PHASES[name][1]
     for folder in (root / "hf", root / CONVERTED):

@@ -67,7 +67,8 @@ def run(size: Size) -> dict[str, float]:
             assert engine.stdout is not None
             url = engine.stdout.readline().split()[1]
             ranks = start_ranks([*module, "data_plane_benchmark.rank", argument, url, folder], size)
-            if any([rank.wait() for rank in ranks]):
+            exit_codes = [rank.wait() for rank in ranks]
+            if any(exit_codes):
                 sys.exit("a rank failed")
             with urllib.request.urlopen(f"{url}/figures") as answer:
                 engine_figures: dict[str, Any] = json.load(answer)
@@ -78,7 +79,7 @@ def run(size: Size) -> dict[str, float]:
 
 
 def start_ranks(command: list[str], size: Size) -> list[subprocess.Popen[bytes]]:
-    """One process a rank."""
+    """Start a process for each rank."""
     world, port = str(size.layout.world_size), str(free_port())
     return [
         subprocess.Popen(
@@ -95,15 +96,15 @@ def start_ranks(command: list[str], size: Size) -> list[subprocess.Popen[bytes]]
 def main() -> None:
     """Print the figures, and write them."""
     options = parse()
-    # The options with the names of Size's fields.
+    # Each field of Size has an option of the same name.
     size = Size(**{field.name: getattr(options, field.name) for field in fields(Size)})
-    found = run(size)
-    runs = {"now": found}
+    current_figures = run(size)
+    runs = {"now": current_figures}
     if options.beside is not None:
         runs = {"before": json.loads(options.beside.read_text()), **runs}
     print(FORMULAS, "", table(runs), sep="\n")
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(current_figures, indent=1) + "\n")
     if options.rows is not None:
         how = f"{size.responses} responses of up to {size.tokens} tokens, {size.layout.world_size} ranks here"
         quantities = []

@@ -159,8 +159,8 @@ def main() -> None:
         bench(options.checkpoint, options.rounds, options.strategy)
         return
     with tempfile.TemporaryDirectory() as folder:
-        made = save_tiny_model(folder, "qwen3_moe", dtype=torch.bfloat16, **SIZES)
-        bench(made, options.rounds, options.strategy)
+        checkpoint = save_tiny_model(folder, "qwen3_moe", dtype=torch.bfloat16, **SIZES)
+        bench(checkpoint, options.rounds, options.strategy)
 
 
 if __name__ == "__main__":

@@ -105,8 +105,8 @@ def prompts(work: Work, seed: int) -> list[tuple[int, ...]]:
     ]
 
 
-def ours(work: Work, url: str, seed: int) -> Turn:
-    """One turn of this project's ``generate_many`` with a new client. It checks every answer."""
+def run_ours(work: Work, url: str, seed: int) -> Turn:
+    """Run one turn of this project's ``generate_many`` with a new client. It checks every answer."""
     requests = [
         GenerationRequest(i, ids, work.sampling, {"topk": work.topk} if work.topk else {})
         for i, ids in enumerate(prompts(work, seed))
@@ -122,8 +122,8 @@ def ours(work: Work, url: str, seed: int) -> Turn:
     return _checked(turn, tokens, work, OURS)
 
 
-def peer(work: Work, url: str, seed: int, *, stream: bool) -> Turn:
-    """One turn of SGLang's client, in its own process."""
+def run_peer(work: Work, url: str, seed: int, *, stream: bool) -> Turn:
+    """Run one turn of SGLang's client in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         result, clock = Path(folder) / "result.jsonl", Path(folder) / "cpu"
         words = {
@@ -163,7 +163,7 @@ def peer(work: Work, url: str, seed: int, *, stream: bool) -> Turn:
     return _checked(turn, reported["total_output_tokens"], work, PEER)
 
 
-def run_peer(clock: Path, words: Sequence[str]) -> None:
+def run_as_peer(clock: Path, words: Sequence[str]) -> None:
     """Run SGLang's command line in the child, and write the CPU seconds of the measured part to ``clock``."""
     if importlib.util.find_spec("datasets") is None:
         # SGLang's client imports this library for a data set that is not used here.
@@ -173,21 +173,22 @@ def run_peer(clock: Path, words: Sequence[str]) -> None:
 
     benchmark = serving.benchmark
 
-    async def timed(*args: object, **kwargs: object) -> object:
+    async def timed_benchmark(*args: object, **kwargs: object) -> object:
         start = time.process_time()
         try:
             return await benchmark(*args, **kwargs)
         finally:
             clock.write_text(str(time.process_time() - start))
 
-    serving.benchmark = timed
+    serving.benchmark = timed_benchmark
     sys.argv = ["sglang.benchmark.serving", *words]
     serving.cli_main()
 
 
-def _checked(turn: Turn, tokens: int, work: Work, who: str) -> Turn:
+def _checked(turn: Turn, tokens: int, work: Work, client: str) -> Turn:
+    """Return ``turn``. Exit the program if the client received another number of tokens than it requested."""
     if tokens != work.tokens:
-        sys.exit(f"{who} got {tokens} response tokens, expected {work.tokens}")
+        sys.exit(f"{client} got {tokens} response tokens, expected {work.tokens}")
     return turn
 
 
@@ -218,9 +219,9 @@ def start_server(work: Work, dtype: str, folder: Path) -> EngineProcess:
 
 
 CONTENDERS: dict[str, Callable[[Work, str, int], Turn]] = {
-    OURS: ours,
-    PEER: partial(peer, stream=False),
-    STREAMING: partial(peer, stream=True),
+    OURS: run_ours,
+    PEER: partial(run_peer, stream=False),
+    STREAMING: partial(run_peer, stream=True),
 }
 
 
@@ -297,7 +298,7 @@ def _spread(values: Sequence[float]) -> str:
 def main() -> None:
     """Parse the command line, measure, print."""
     if sys.argv[1:2] == ["--as-peer"]:
-        run_peer(Path(sys.argv[2]), sys.argv[3:])
+        run_as_peer(Path(sys.argv[2]), sys.argv[3:])
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -115,8 +115,9 @@ def head(problem: Problem) -> tuple[Tensor, Tensor]:
 def by_vocabulary(problem: Problem) -> tuple[Tensor, Tensor]:
     """One split of the columns at a time."""
     hidden, weight = problem.hidden, problem.weight
-    owned = _owned(problem, len(weight))
+    owned = _local_ids(problem, len(weight))
     splits = _splits(problem, len(weight))
+    # Forward: the largest logit so far, and the sum of exponentials relative to it.
     top = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
     total, target = torch.zeros_like(top), torch.zeros_like(top)
     for split in splits:
@@ -127,10 +128,11 @@ def by_vocabulary(problem: Problem) -> tuple[Tensor, Tensor]:
         inside = (owned >= split.start) & (owned < split.stop)
         value = z.gather(1, (owned - split.start).clamp(0, z.shape[1] - 1)[:, None])[:, 0]
         target = torch.where(inside, value, target)
-    highest = _reduced(problem, top.clone(), dist.ReduceOp.MAX)
-    total = _reduced(problem, total * (top - highest).exp())
-    target = _reduced(problem, target)
+    highest = _all_reduce(problem, top.clone(), dist.ReduceOp.MAX)
+    total = _all_reduce(problem, total * (top - highest).exp())
+    target = _all_reduce(problem, target)
     lse = highest + total.log()
+    # Backward: the gradient of the logits is (one-hot - softmax) times the gradient of log pi.
     gradient = torch.where(problem.counted, problem.gradient, 0.0).float()
     d_hidden = torch.zeros_like(hidden)
     for split in splits:
@@ -147,7 +149,7 @@ def by_vocabulary(problem: Problem) -> tuple[Tensor, Tensor]:
 def in_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """One chunk of tokens at a time, with its gradients."""
     hidden, weight = problem.hidden, problem.weight
-    owned = _owned(problem, len(weight))
+    owned = _local_ids(problem, len(weight))
     columns = sum(split.stop - split.start for split in _splits(problem, len(weight)))
     d_hidden = torch.zeros_like(hidden)
     log_probs = torch.zeros(len(hidden))
@@ -155,15 +157,15 @@ def in_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     for start in range(0, len(hidden), problem.chunk):
         rows = slice(start, start + problem.chunk)
         z = (hidden[rows] @ weight.T)[:, :columns].float()
-        top = _reduced(problem, z.amax(1), dist.ReduceOp.MAX)
+        top = _all_reduce(problem, z.amax(1), dist.ReduceOp.MAX)
         z.sub_(top[:, None])
-        has = owned[rows] >= 0
-        target = z.gather(1, owned[rows].clamp(min=0)[:, None])[:, 0] * has
+        is_owned = owned[rows] >= 0
+        target = z.gather(1, owned[rows].clamp(min=0)[:, None])[:, 0] * is_owned
         z.exp_()
-        sums = _reduced(problem, torch.stack([z.sum(1), target], 1))
+        sums = _all_reduce(problem, torch.stack([z.sum(1), target], 1))
         log_probs[rows] = sums[:, 1] - sums[:, 0].log()
         z.mul_((-gradient[rows] / sums[:, 0])[:, None])
-        z.scatter_add_(1, owned[rows].clamp(min=0)[:, None], (gradient[rows] * has)[:, None])
+        z.scatter_add_(1, owned[rows].clamp(min=0)[:, None], (gradient[rows] * is_owned)[:, None])
         d = z.to(weight.dtype)
         d_hidden[rows] = d @ weight[:columns]
         _accumulate(problem.main[:columns], d, hidden[rows])
@@ -171,6 +173,7 @@ def in_forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _accumulate(main: Tensor, d: Tensor, hidden: Tensor) -> None:
+    """Add the weight's gradient d.T @ hidden to ``main``, where ``d`` is the gradient of the logits."""
     if d.dtype == main.dtype:
         main.addmm_(d.T, hidden)
     else:
@@ -185,14 +188,14 @@ def _splits(problem: Problem, columns: int) -> list[slice]:
     return [slice(start, min(start + step, real)) for start in range(0, real, step)]
 
 
-def _owned(problem: Problem, columns: int) -> Tensor:
+def _local_ids(problem: Problem, columns: int) -> Tensor:
     """Return the column of each id in this rank's shard; -1 if another rank has the column."""
     rank = 0 if problem.group is None else dist.get_rank(problem.group)
     local = problem.ids - rank * columns
     return torch.where((local >= 0) & (local < columns), local, -1)
 
 
-def _reduced(problem: Problem, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def _all_reduce(problem: Problem, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
     if problem.group is not None:
         dist.all_reduce(values, op, group=problem.group)
     return values
@@ -210,7 +213,7 @@ PRODUCTS = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1, torch.ops.aten.addmm_
 """Matrix product -> position of the first factor among its arguments."""
 
 
-class Counted(LiveTensors):
+class CostCounter(LiveTensors):
     """Counts live tensors, FLOPs of matrix products, all-reduces of floating numbers, and the all-reduces' bytes."""
 
     def __init__(self) -> None:
@@ -243,7 +246,7 @@ def measure(rank: int, port: int, folder: str, options: argparse.Namespace) -> N
     rows: list[dict[str, Any]] = []
     for (name, chunk, backend), (way, problem) in cases.items():
         problem.main.zero_()
-        counts = Counted()
+        counts = CostCounter()
         with counts:
             log_probs, d_hidden = way(problem)
         results = [x.float().clone() for x in (log_probs, d_hidden, problem.main)]
@@ -296,7 +299,7 @@ def make_problem(
 
 
 def table_of(rows: list[dict[str, Any]], options: argparse.Namespace) -> Table:
-    """Make the table. A ratio's reference is the first row with the same kernels."""
+    """Make the table. The reference of a ratio is the row ``logits`` with the same kernels."""
     columns = -(-options.vocabulary // options.tp)
     logits = options.tokens * columns * getattr(torch, options.dtype).itemsize
     product = 2 * options.tokens * columns * options.hidden
@@ -317,7 +320,7 @@ def table_of(rows: list[dict[str, Any]], options: argparse.Namespace) -> Table:
     return table
 
 
-def parsed() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -342,7 +345,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     """Measure, print, write."""
-    options = parsed()
+    options = parse_options()
     with hold_port("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:

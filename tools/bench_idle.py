@@ -32,7 +32,7 @@ from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import Record, mean_accuracy, read_records
 
 ALONE = ("parallel.world_size=1", "parallel.expert=1")
-"""A trainer process and a server. Each has a core."""
+"""One trainer process and one server, so that each has a core."""
 MODES: dict[str, tuple[str, ...]] = {
     "synchronous": ALONE,
     "one ahead": (*ALONE, "rollout.max_staleness=1"),
@@ -62,8 +62,8 @@ def parity(response: str, answer: str) -> float:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Figures of one run: mean seconds over its middle steps; ``accuracy``: held-out, at the end."""
+class RunFigures:
+    """Means of one run over its middle steps. ``accuracy``: the held-out accuracy at the end."""
 
     mode: str
     step_s: float
@@ -79,7 +79,7 @@ class Measured:
     accuracy: float | None
 
     @classmethod
-    def of(cls, mode: str, records: Sequence[Record]) -> Measured:
+    def of(cls, mode: str, records: Sequence[Record]) -> RunFigures:
         """Build from the records of a run. Raises ValueError if the run has no middle steps."""
         middle = records[4:-1]
         if not middle:
@@ -112,7 +112,7 @@ class Measured:
         )
 
 
-def run(config: str, mode: str, directory: Path, overrides: Sequence[str]) -> Measured:
+def run(config: str, mode: str, directory: Path, overrides: Sequence[str]) -> RunFigures:
     """Run one training in a new ``directory``. Exit the program if the training fails."""
     words = (
         f"run.directory={directory}",
@@ -125,10 +125,10 @@ def run(config: str, mode: str, directory: Path, overrides: Sequence[str]) -> Me
         done = subprocess.run(command, check=False, stdout=out, stderr=subprocess.STDOUT)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}: see {out.name}")
-    return Measured.of(mode, read_records(directory))
+    return RunFigures.of(mode, read_records(directory))
 
 
-def show(rounds: Sequence[dict[str, Measured]]) -> dict[str, list[float]]:
+def show(rounds: Sequence[dict[str, RunFigures]]) -> dict[str, list[float]]:
     """Print one row for each run. Return each mode's ratios by round: a synchronous step's seconds over the mode's."""
     table = Table(
         "round", "mode", "step s", "wait s", "train s", "sync s", "switch s", "stale",
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/bench_idle"))
     parser.add_argument("--json", type=Path, help="write every figure there, too")
     options = parser.parse_intermixed_args()
-    rounds: list[dict[str, Measured]] = []
+    rounds: list[dict[str, RunFigures]] = []
     for number in range(1, options.rounds + 1):
         overrides = [word.replace("{round}", str(number)) for word in options.overrides]
         if options.tail:
@@ -179,15 +179,15 @@ def main() -> None:
         order = list(MODES)
         if number % 2 == 0:
             order.reverse()
-        measured: dict[str, Measured] = {}
+        by_mode: dict[str, RunFigures] = {}
         for mode in order:
             directory = options.folder / f"{mode.replace(', ', '-').replace(' ', '-')}-{number}"
             if directory.exists():
                 parser.error(f"{directory} is there already; name another --folder")
             load = os.getloadavg()[0]
             CONSOLE.print(f"round {number}, {mode} (load average {load:.1f}) ...")
-            measured[mode] = run(options.config, mode, directory, overrides)
-        rounds.append({mode: measured[mode] for mode in MODES})
+            by_mode[mode] = run(options.config, mode, directory, overrides)
+        rounds.append({mode: by_mode[mode] for mode in MODES})
     ratios = show(rounds)
     if options.json:
         figures = [{mode: asdict(m) for mode, m in by_mode.items()} for by_mode in rounds]

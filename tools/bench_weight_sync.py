@@ -71,10 +71,10 @@ class Weights:
                     (s, reader.read(s.hf_name, s.dim, s.hf_start, s.length))
                     for s in parameter.segments
                 ]
-                held = torch.zeros(parameter.shape, dtype=parts[0][1].dtype)
+                local = torch.zeros(parameter.shape, dtype=parts[0][1].dtype)
                 for segment, part in parts:
-                    segment.of_local(held).copy_(part)
-                self._values[parameter.chunk, parameter.name] = held
+                    segment.of_local(local).copy_(part)
+                self._values[parameter.chunk, parameter.name] = local
         self.dtype = next(iter(self._values.values())).dtype
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.bytes = sum(t.nbytes for t in self._values.values())
@@ -156,7 +156,7 @@ def agree_alone(error: Any) -> Any:
 
 
 def receive(port: int, size: int, rounds: int) -> None:
-    """Receiver of the plain broadcast: copies each message, as an engine does."""
+    """Receive the plain broadcasts, and copy each message as an engine does."""
     _join(port, rank=1)
     weights = torch.zeros(size, dtype=torch.uint8)
     message = torch.zeros(size, dtype=torch.uint8)
@@ -199,13 +199,13 @@ def report(
     print(
         f"plain broadcast    {reference * 1e3:10.2f} ms  (quartiles {low * 1e3:.0f}-{high * 1e3:.0f})"
     )
-    for what, kind in (("without checksums", fast), ("with checksums", verified)):
-        totals = [sum(u.seconds.values()) for u in kind[1:]]
+    for label, updates in (("without checksums", fast), ("with checksums", verified)):
+        totals = [sum(u.seconds.values()) for u in updates[1:]]
         total = statistics.median(totals)
         paired = statistics.median(t / p for t, p in zip(totals, plain[1:], strict=True))
-        print(f"{what:18} {total * 1e3:10.2f} ms, by phase:")
-        for phase in kind[-1].seconds:
-            median = statistics.median(u.seconds[phase] for u in kind[1:])
+        print(f"{label:18} {total * 1e3:10.2f} ms, by phase:")
+        for phase in updates[-1].seconds:
+            median = statistics.median(u.seconds[phase] for u in updates[1:])
             print(f"  {phase:16} {median * 1e3:10.2f}")
         best = min(totals) / min(plain[1:])
         print(
@@ -235,11 +235,11 @@ def bench(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
         peer = subprocess.Popen([sys.executable, os.path.abspath(__file__), *arguments])
         try:
             _join(port, rank=0)
-            always = WeightSyncConfig(verify_every=1, canary_every=0, **settings)
+            verify_all = WeightSyncConfig(verify_every=1, canary_every=0, **settings)
             # This updater makes fewer than 2 * rounds updates, so it verifies none.
-            never = WeightSyncConfig(verify_every=2 * rounds, canary_every=0, **settings)
-            verified = WeightUpdater(source, always, agree_alone, open_engine, runner)
-            unverified = WeightUpdater(source, never, agree_alone, open_engine, runner)
+            verify_none = WeightSyncConfig(verify_every=2 * rounds, canary_every=0, **settings)
+            verified = WeightUpdater(source, verify_all, agree_alone, open_engine, runner)
+            unverified = WeightUpdater(source, verify_none, agree_alone, open_engine, runner)
             for updater in (verified, unverified):
                 updater.attach([server.url])
             message = torch.zeros(source.bytes, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """The results of a benchmark, in the form that ``tools/scale_report.py`` reads.
 
     from benchmark_rows import Quantity, write_rows
-    write_rows(words.json, "data plane", [Quantity("seconds after the last response", 6.1, "s", "two processes")])
+    write_rows(options.json, "data plane", [Quantity("seconds after the last response", 6.1, "s", "two processes")])
 
 A file: ``{"benchmark", "command", "machine", "rows": [{"quantity", "value", "unit", "how"}, ...]}``. The published
 files are in ``docs/evidence/benchmarks/``.

@@ -121,7 +121,7 @@ class LiveWeights(KnownWeights):
 
 
 @dataclass
-class Seen:
+class SettingFigures:
     """The largest figures of a setting's steps, and the findings. A gap is a share of the bound for a finding."""
 
     steps: int = 0
@@ -145,13 +145,13 @@ class Seen:
         self.findings += [f"step {step}: {finding}" for finding in findings]
 
 
-def lab_steps(name: str, steps: int) -> Seen:
+def lab_steps(name: str, steps: int) -> SettingFigures:
     """Examine ``steps`` steps of a setting."""
     from megatron_dppo.trainer.topology import destroy_topology
 
     torch.set_num_threads(1)
     setting = SETTINGS[name]
-    seen = Seen()
+    seen = SettingFigures()
     task = TASKS[setting.task]()
     config = configured(task, setting.mismatch, [*LAB, *setting.changes, f"run.steps={steps}"])
     lab = Lab(config, task, setting.mismatch)
@@ -169,10 +169,10 @@ def lab_steps(name: str, steps: int) -> Seen:
     return seen
 
 
-def run_steps(run: Path) -> Seen:
+def run_steps(run: Path) -> SettingFigures:
     """Examine every saved batch of a run."""
     config = load_config(run / "config.yaml")
-    seen = Seen()
+    seen = SettingFigures()
     folder = run / ROLLOUTS_FOLDER
     options = argparse.Namespace(run=run, weights=[])
     folders = weights_by_version(options, config)
@@ -188,15 +188,19 @@ def run_steps(run: Path) -> Seen:
     return seen
 
 
-def measured(options: argparse.Namespace) -> Iterator[tuple[str, Seen]]:
+def examine_all(options: argparse.Namespace) -> Iterator[tuple[str, SettingFigures]]:
     """Yield the name and the figures of each run and each setting of the command line."""
     for run in options.runs:
         yield run.name, run_steps(run)
-    chosen = [name for name in SETTINGS if options.lab and options.only in name]
+    chosen_settings = [name for name in SETTINGS if options.lab and options.only in name]
     # Each setting has a separate process: the threads of its process groups use cores until the process ends.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
-        yield from zip(chosen, pool.map(lab_steps, chosen, repeat(options.steps)), strict=True)
+        yield from zip(
+            chosen_settings,
+            pool.map(lab_steps, chosen_settings, repeat(options.steps)),
+            strict=True,
+        )
 
 
 def main() -> int:
@@ -214,7 +218,7 @@ def main() -> int:
     for column in ("steps", "tokens", *sides, "sampler", "copies", "canary", "findings"):
         table.add_column(column, justify="right")
     steps, findings = 0, []
-    for name, seen in measured(options):
+    for name, seen in examine_all(options):
         table.add_row(
             name, str(seen.steps), str(seen.tokens), f"{seen.gaps.get('engine', 0):.2f}",
             f"{seen.gaps.get('trainer', 0):.2f}", f"{seen.gaps.get('recording', 0):.2f}",

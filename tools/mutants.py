@@ -1,9 +1,9 @@
 """Change one operator or number of the numerical core at a time, run its tests, and print the changes
 that no test notices: ``make mutants`` (or ``python tools/mutants.py [PATH ...]``).
 
-Cosmic Ray makes the mutants in memory: no file is changed. A changed function is swapped in a fork of
-a process that has collected the tests. If the changed code runs when its module is loaded, a fork of
-a process with only the libraries loads the package anew. tests/mutants.md explains the known
+Cosmic Ray makes the mutants in memory: no file is changed. A process that has collected the tests forks,
+and the fork swaps the changed function. If the changed code runs when its module is loaded, a fork of a
+process with only the libraries loads the package anew. tests/mutants.md explains the known
 survivors.
 """
 
@@ -25,8 +25,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from mutation.children import Verdict, in_child, verdicts  # noqa: E402
 from mutation.making import Mutant, mutants_of, unchanged  # noqa: E402
-from mutation.session import Found, Quickest, Tell, run_pytest, session_of  # noqa: E402
-from mutation.swapping import Planted  # noqa: E402
+from mutation.session import Quickest, SessionResults, Tell, run_pytest, session_of  # noqa: E402
+from mutation.swapping import MutantLoader  # noqa: E402
 from mutation.targets import TARGETS  # noqa: E402
 
 FOREIGN = ("torch", "numpy", "hypothesis", "pydantic")
@@ -60,8 +60,8 @@ def load_libraries() -> None:
     settings.load_profile("mutants")
 
 
-def load_anew(found: Found, tell: Tell, processes: int) -> None:
-    """Try the mutants that a session left. Each loads the whole module from the mutant's source."""
+def load_anew(found: SessionResults, tell: Tell, processes: int) -> None:
+    """Try the mutants that a session could not swap. Each fork loads the whole module from its mutant's source."""
     for name in found.loaded:
         if name.split(".")[0] not in ANEW:
             with contextlib.suppress(ImportError):
@@ -69,7 +69,7 @@ def load_anew(found: Found, tell: Tell, processes: int) -> None:
     quickest = Quickest(found.seconds)
 
     def survives(mutant: Mutant) -> bool:
-        sys.meta_path.insert(0, Planted(mutant))
+        sys.meta_path.insert(0, MutantLoader(mutant))
         return run_pytest(TARGETS[mutant.path], quickest) == 0
 
     paths = dict.fromkeys(mutant.path for mutant in found.left)

@@ -33,6 +33,7 @@ from typing import Any
 KEY_VARIABLE = "SERVE_ENVIRONMENT_KEY"
 LARGEST_BYTES = 1 << 24
 FORGOTTEN_S = 3600.0
+"""An episode without a request for this time is closed."""
 
 
 def seed_of(problem: dict[str, Any]) -> int:
@@ -115,8 +116,9 @@ class OpenEnv:
 
     def _text(self, observation: Any) -> str:
         text = getattr(observation, self._field, None)
-        whole = {"done", "reward", "metadata"}
-        return text if isinstance(text, str) else observation.model_dump_json(exclude=whole)
+        if isinstance(text, str):
+            return text
+        return observation.model_dump_json(exclude={"done", "reward", "metadata"})
 
 
 class Verifiers:
@@ -144,9 +146,10 @@ class Verifiers:
         messages = self._wait(self._begin(row))
         if not isinstance(messages, list):
             raise ValueError("the episode ended before its first turn")
-        has = [m["content"] for m in problem["messages"]] or [problem["prompt"]]
+        # The policy already has the problem's prompt: repeat nothing of it.
+        prompt = [m["content"] for m in problem["messages"]] or [problem["prompt"]]
         texts = [str(m.content) for m in messages]
-        return "" if texts == has else "\n\n".join(texts)
+        return "" if texts == prompt else "\n\n".join(texts)
 
     def step(self, text: str) -> dict[str, Any]:
         result = self._wait(self._answer(text))
@@ -255,7 +258,7 @@ def handler(episodes: Episodes, key: str) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            status, answer = self._answered()
+            status, answer = self._answer_of_route()
             content = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -263,7 +266,7 @@ def handler(episodes: Episodes, key: str) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(content)
 
-        def _answered(self) -> tuple[int, dict[str, Any]]:
+        def _answer_of_route(self) -> tuple[int, dict[str, Any]]:
             size = int(self.headers.get("Content-Length", 0))
             if size > LARGEST_BYTES:
                 self.close_connection = True

@@ -51,7 +51,7 @@ SCHEDULES = {
     "colocated, one ahead": replace(COLOCATED, staleness=1, drains=False),
 }
 WARM_UP = 3
-"""Steps that don't count: servers begin empty."""
+"""First steps that don't count, because servers begin empty."""
 
 
 @dataclass
@@ -102,8 +102,8 @@ class Phases:
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """Mean figures of a step. ``trainers``, ``servers``: idle shares. A server that isn't full counts as idle in
+class StepFigures:
+    """Mean figures of a step. ``trainers``, ``servers``: idle shares. A server with free slots counts as idle in
     part."""
 
     seconds: float
@@ -131,9 +131,9 @@ class Simulation:
         self._draw = draw
         self.now = 0.0
         self._waiting: deque[tuple[int, float]] = deque()
-        self._left: dict[int, int] = {}
+        self._unfinished: dict[int, int] = {}
 
-    def run(self, steps: int) -> Simulated:
+    def run(self, steps: int) -> StepFigures:
         """Simulate ``steps`` steps after the warm-up."""
         start = 0.0
         trained_s = 0.0
@@ -167,7 +167,7 @@ class Simulation:
         full_tokens_per_s = sum(
             server.slots / server.step_s(server.slots) for server in self.servers
         )
-        return Simulated(
+        return StepFigures(
             elapsed_s / steps,
             trainers=1 - trained_s / elapsed_s,
             servers=1 - tokens_per_s / full_tokens_per_s,
@@ -178,7 +178,7 @@ class Simulation:
 
     def _begin(self, batch: int) -> None:
         lengths = self._draw()
-        self._left[batch] = len(lengths)
+        self._unfinished[batch] = len(lengths)
         self._waiting.extend((batch, tokens) for tokens in lengths)
         self._fill()
 
@@ -190,10 +190,10 @@ class Simulation:
             server.begin(*self._waiting.popleft())
 
     def _is_decoded(self, batch: int) -> bool:
-        return self._left[batch] == 0
+        return self._unfinished[batch] == 0
 
     def _is_drained(self) -> bool:
-        return not any(self._left.values())
+        return not any(self._unfinished.values())
 
     def _decode_until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():
@@ -210,12 +210,12 @@ class Simulation:
         for server in self.servers:
             server.advance(seconds)
             for batch in server.ended():
-                self._left[batch] -= 1
+                self._unfinished[batch] -= 1
         self._fill()
 
 
 def location(mean: float, longest: float, spread: float) -> float:
-    """mu of a log-normal X with sigma ``spread``, so that E[min(X, longest)] = ``mean``. ``mean`` is below ``longest``.
+    """Return mu of a log-normal X with sigma ``spread``, so that E[min(X, longest)] = ``mean`` < ``longest``.
 
     E[min(X, L)] = exp(mu + s^2 / 2) Phi((ln L - mu - s^2) / s) + L (1 - Phi((ln L - mu) / s)).
     """
@@ -237,7 +237,7 @@ def location(mean: float, longest: float, spread: float) -> float:
 
 def simulate(
     facts: RunFacts, cluster: Cluster, phases: Phases, steps: int, spread: float, seed: int
-) -> Simulated:
+) -> StepFigures:
     """Simulate the run of ``facts`` under its schedule."""
     rollout, engine = facts.rollout, facts.engine
     slots = max(1, int(server_slots(facts, cluster)))

@@ -50,7 +50,7 @@ def make_trainer(material: str, ranks: int, expert: int, *, distributed: bool) -
 
 
 def save_with_store(trainer: Trainer, folder: Path, saves: int, *, background: bool) -> Timings:
-    """This project's checkpoints. The store of an older checkout has no option ``background``."""
+    """Save with this project's store. Pass ``background`` only if it is set: an older checkout lacks this option."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     options: dict[str, Any] = {"background": True} if background else {}
@@ -60,7 +60,7 @@ def save_with_store(trainer: Trainer, folder: Path, saves: int, *, background: b
         store.save(trainer, step, {})
         return store.finish if background else None
 
-    return [timed(partial(save, step)) for step in range(saves)]
+    return [time_save(partial(save, step)) for step in range(saves)]
 
 
 def save_with_megatron(trainer: Trainer, folder: Path, saves: int, *, background: bool) -> Timings:
@@ -80,9 +80,9 @@ def save_with_megatron(trainer: Trainer, folder: Path, saves: int, *, background
     metadata = {"dp_cp_group": group, "distrib_optim_sharding_type": "dp_reshardable"}
 
     def save(step: int) -> Callable[[], None] | None:
-        at = folder / f"step_{step}"
+        target = folder / f"step_{step}"
         if dist.get_rank() == 0:
-            at.mkdir(parents=True)
+            target.mkdir(parents=True)
         dist.barrier()
         model = {
             f"m{i}": c.sharded_state_dict(metadata=metadata) for i, c in enumerate(trainer.chunks)
@@ -92,17 +92,21 @@ def save_with_megatron(trainer: Trainer, folder: Path, saves: int, *, background
             "optimizer": trainer.optimizer.sharded_state_dict(model, metadata=metadata),
         }
         request = dist_checkpointing.save(
-            state, str(at), strategy, async_sharded_save=background, validate_access_integrity=False
+            state,
+            str(target),
+            strategy,
+            async_sharded_save=background,
+            validate_access_integrity=False,
         )
         if not background:
             return None
         calls.schedule_async_request(request)
         return lambda: calls.maybe_finalize_async_calls(blocking=True)
 
-    return [timed(partial(save, step)) for step in range(saves)]
+    return [time_save(partial(save, step)) for step in range(saves)]
 
 
-def timed(save: Callable[[], Callable[[], None] | None]) -> dict[str, float]:
+def time_save(save: Callable[[], Callable[[], None] | None]) -> dict[str, float]:
     """Seconds of ``save``, during which the trainer stands still, and seconds until all files are written."""
     import torch.distributed as dist
 

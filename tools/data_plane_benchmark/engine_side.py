@@ -34,7 +34,7 @@ class EngineSide:
         self.bytes = 0
 
     def answer(self, index: int) -> bytes:
-        """The body of one answer. It is encoded for every request, as in a server."""
+        """Return the body of one answer. The body is encoded for every request, as in a server."""
         began = time.process_time()
         response = self._pool[index % POOL]
         meta = {
@@ -67,8 +67,8 @@ class EngineSide:
 
     async def figures(self, request: web.Request) -> web.Response:
         """GET /figures: processor seconds, tokens and bytes of all answers."""
-        told = {"seconds": self.seconds, "tokens": self.tokens, "bytes": self.bytes}
-        return web.json_response(told)
+        totals = {"seconds": self.seconds, "tokens": self.tokens, "bytes": self.bytes}
+        return web.json_response(totals)
 
 
 async def serve(size: Size, folders: list[Path]) -> None:

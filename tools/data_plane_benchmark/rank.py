@@ -38,8 +38,8 @@ from megatron_dppo.trainer.topology import Topology, init_distributed, init_topo
 IN_FLIGHT = 8
 
 
-def warm(parser: AnswerParser) -> None:
-    """Let the parser import its libraries."""
+def warm_up(parser: AnswerParser) -> None:
+    """Let the parser import its libraries before the measurement. The empty answer is refused."""
     with contextlib.suppress(EngineAnswerError):
         asyncio.run(parser.parse(ReceivedAnswer(b"", [], None, {})))
 
@@ -81,14 +81,14 @@ def pack_first(
     pack_mini_batch(delivery.trajectories, plans[0], layout, algorithm, delivery.forms)
 
 
-def measured(size: Size, url: str, topology: Topology) -> dict[str, Any]:
-    """Run a step's data through this rank."""
+def run_step(size: Size, url: str, topology: Topology) -> dict[str, Any]:
+    """Run a step's data through this rank, and return the figures of each phase."""
     meter, received = Meter(), ReceivedBytes()
     groups = range(size.responses // size.group)
     positions = own_positions(groups, topology)
     parser = AnswerParser(smallest=0)
     if positions:
-        warm(parser)
+        warm_up(parser)
     child_cpu_s = child_seconds()
     with meter("generate"):
         own = generate(size, url, positions, parser)
@@ -137,7 +137,7 @@ def main() -> None:
     folder = Path(sys.argv[3])
     init_distributed(size.layout.world_size)
     topology = init_topology(size.layout)
-    result = measured(size, url, topology)
+    result = run_step(size, url, topology)
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

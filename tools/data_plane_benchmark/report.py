@@ -9,12 +9,12 @@ STEP_TOKENS = 256 * 16 * 16_384
 RATE = 40_000
 REPLICAS, NODES, NODE_RANKS = 8, 4, 8
 FORMULAS = f"""Full size: {STEP_TOKENS / 1e6:.0f} M tokens on {NODES} nodes of {NODE_RANKS} ranks, {REPLICAS} replicas.
-client: CPU seconds a generated token of what reads answers, all leaders together, x {RATE} tokens/s = cores.
-after the last response: CPU seconds of the busiest rank a token that it trains on, x full size / {REPLICAS};
-every rank has a core of its own there, here they share this machine's.
-received: bytes that came to all ranks over those that they train on.
-memory: peaks over the start of the phase, of all ranks, a token trained on, x {NODE_RANKS} ranks' tokens; memory that
-ranks share is not private. Columns a node: as if every rank had its own."""
+client: CPU seconds per generated token of all processes that read answers, x {RATE} tokens/s = cores.
+after the last response: CPU seconds of the busiest rank per token that it trains on, x full size / {REPLICAS}.
+At full size every rank has its own core; here all ranks share this machine's cores.
+received: bytes that arrive at all ranks, over the bytes that they train on.
+memory: the sum of all ranks' peaks above the start of the phase, per trained token, x the tokens of {NODE_RANKS} ranks.
+Memory that ranks share is not private. Columns a node: as if every rank had its own columns."""
 
 
 def figures(engine: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:

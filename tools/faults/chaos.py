@@ -209,7 +209,7 @@ class Chaos:
         self.tally = Tally()
         self.calm_step_s = 0.0
         self.newest_step = 0
-        self.outlived: list[psutil.Process] = []
+        self.survivors: list[psutil.Process] = []
 
     def measure_calm(self) -> None:
         """Start the run, and measure its first steps without a kill."""
@@ -238,7 +238,7 @@ class Chaos:
             time.sleep(_LOOK_S)
             if self._run.code is not None:
                 self._start()
-            if not has_advanced and self._advance() > step:
+            if not has_advanced and self._read_newest_step() > step:
                 has_advanced = True
                 self._note_loss(kind, killed_at)
         if not has_advanced:
@@ -272,7 +272,7 @@ class Chaos:
         if kind == SUPERVISOR:
             # The kernel ends all other processes with the supervisor.
             _, alive = psutil.wait_procs(family, timeout=30)
-            self.outlived += alive
+            self.survivors += alive
         return kind
 
     def _start(self) -> None:
@@ -280,9 +280,9 @@ class Chaos:
         self.tally.starts += 1
 
     def _has_reached(self, step: int) -> bool:
-        return self._advance() >= step
+        return self._read_newest_step() >= step
 
-    def _advance(self) -> int:
+    def _read_newest_step(self) -> int:
         self.newest_step = max(self.newest_step, self._run.last_step())
         return self.newest_step
 
@@ -299,11 +299,13 @@ def faults_of(directory: Path, config: Path) -> Iterator[str]:
         if sorted(counts) != list(range(1, last_step + 1)) or len(set(counts.values())) != 1:
             yield f"{name}: lines by step {dict(counts)}"
     data = RunData(load_config(str(config)))
-    drawn = iter(data.sampler().next(PROMPTS * last_step))
+    drawn_indices = iter(data.sampler().next(PROMPTS * last_step))
     for step in range(1, last_step + 1):
         batch = load_batch(directory / records.ROLLOUTS_FOLDER, step)
         keys = [(t.problem_id, t.sample_index) for t in batch]
-        problems = [data.train.problems[index].problem_id for index in islice(drawn, PROMPTS)]
+        problems = [
+            data.train.problems[index].problem_id for index in islice(drawn_indices, PROMPTS)
+        ]
         if keys != [(problem, i) for problem in problems for i in range(GROUP)]:
             yield f"batch of step {step}: not the drawn problems with each response once"
     command = [sys.executable, "-m", "megatron_dppo", "replay", str(directory), "--derive"]
@@ -320,7 +322,7 @@ def empty_folder(path: Path) -> Path:
     return folder
 
 
-def code_of(faults: Sequence[str]) -> int:
+def report_faults(faults: Sequence[str]) -> int:
     """Print ``faults``, and return the exit code of the check: 1 if there are faults."""
     for fault in faults:
         print(f"fault: {fault}")
@@ -358,7 +360,7 @@ def main() -> int:
         run.wait(END_LIMIT_S, lambda: run.code is not None)
     finally:
         run.kill()
-    faults = [f"{process} outlived its supervisor" for process in chaos.outlived]
+    faults = [f"{process} outlived its supervisor" for process in chaos.survivors]
     if run.code != 0:
         faults.append(f"the last start ended with exit code {run.code}; see {run.output}")
     else:
@@ -370,7 +372,7 @@ def main() -> int:
         f"{disturbed_s:.0f} s, {sum(chaos.tally.kills.values())} kills, {chaos.tally.starts} starts, "
         f"{last_step} steps, {len(faults)} faults"
     )
-    return code_of(faults)
+    return report_faults(faults)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -235,7 +235,7 @@ def history(directory: Path) -> dict[str, Any]:
         "samples": [
             row["step"] for row in records.read_step_lines(directory / records.SAMPLES_FILE)
         ],
-        "records": [_stable(row) for row in rows],
+        "records": [_reproducible_values(row) for row in rows],
     }
     folders = CheckpointDirectory(directory / records.CHECKPOINTS_FOLDER, 2)
     checkpoints = {}
@@ -270,7 +270,7 @@ def leftovers(directory: Path) -> list[str]:
     return sorted(found)
 
 
-def _stable(row: records.Record) -> dict[str, Any]:
+def _reproducible_values(row: records.Record) -> dict[str, Any]:
     """Return the values of a record that do not measure time, memory or the disk."""
     return {
         name: value
@@ -476,9 +476,9 @@ def table(results: Sequence[Result]) -> str:
     for point in sorted({result.case.point for result in results}):
         cells = []
         for kind in KINDS:
-            of_cell = [r for r in results if (r.case.point, r.case.kind) == (point, kind)]
-            passed = sum(not result.faults for result in of_cell)
-            cells.append(f"{passed}/{len(of_cell)}" if of_cell else "")
+            cell_results = [r for r in results if (r.case.point, r.case.kind) == (point, kind)]
+            passed = sum(not result.faults for result in cell_results)
+            cells.append(f"{passed}/{len(cell_results)}" if cell_results else "")
         lines.append(f"| `{point}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -492,7 +492,7 @@ def main() -> int:
     if not config.exists():
         shutil.rmtree(material, ignore_errors=True)
         material.mkdir()
-        _in_child(lambda: _made(material))
+        _in_child(lambda: _make(material))
     reached, calm = reached_points(config, folder)
     if options.list:
         for point, count in sorted(reached.items()):
@@ -515,7 +515,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _made(material: Path) -> None:
+def _make(material: Path) -> None:
     make_material(material, STEPS)
 
 

@@ -59,11 +59,11 @@ def kinds_of(folder: Path) -> list[Kind]:
     converted, batches = folder / "converted", material / "batches"
     newest = sorted((run / records.CHECKPOINTS_FOLDER).glob("step_??????"))[-1]
     rows = records.read_records(run)
-    started_from = _hashes(model, data)
+    started_from = _file_hashes(model, data)
 
     def read_start_files() -> None:
         state = RunState(identity={FILES: started_from})
-        state.check_files(_hashes(model, data), "the checkpoint")
+        state.check_files(_file_hashes(model, data), "the checkpoint")
 
     def read_checkpoint() -> None:
         manifest = read_manifest(newest)
@@ -93,8 +93,8 @@ def kinds_of(folder: Path) -> list[Kind]:
         return [past.saved_step is not None, past.counts_checkpoint]
 
     return [
-        Kind("start model with a certificate", _files(export), lambda: _checkpoint(export)),
-        Kind("converted model (torch_dist)", _files(converted), lambda: _checkpoint(converted)),
+        Kind("start model with a certificate", _files(export), lambda: _tensor_hashes(export)),
+        Kind("converted model (torch_dist)", _files(converted), lambda: _tensor_hashes(converted)),
         Kind(
             "start model and data, resumed",
             [*model_files(str(model), None).values(), data],
@@ -113,7 +113,7 @@ def kinds_of(folder: Path) -> list[Kind]:
     ]
 
 
-def _checkpoint(folder: Path) -> dict[str, str]:
+def _tensor_hashes(folder: Path) -> dict[str, str]:
     shape = load_model_shape(folder)
     with open_checkpoint(folder) as reader:
         reader.check(shape)
@@ -128,7 +128,7 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _hashes(model: Path, data: Path) -> dict[str, str]:
+def _file_hashes(model: Path, data: Path) -> dict[str, str]:
     files = {**model_files(str(model), None), "data.train": data}
     return {name: sha256_of(path) for name, path in files.items()}
 
@@ -197,9 +197,9 @@ def try_flips(
 def table(counts: dict[str, Counter[str]]) -> str:
     """Return the counts as a Markdown table."""
     lines = [f"| files | flips | {' | '.join(OUTCOMES)} |", f"|---|---|{'---|' * len(OUTCOMES)}"]
-    for name, of_kind in [*counts.items(), ("all", sum(counts.values(), Counter[str]()))]:
-        cells = " | ".join(str(of_kind[outcome]) for outcome in OUTCOMES)
-        lines.append(f"| {name} | {of_kind.total()} | {cells} |")
+    for name, outcome_counts in [*counts.items(), ("all", sum(counts.values(), Counter[str]()))]:
+        cells = " | ".join(str(outcome_counts[outcome]) for outcome in OUTCOMES)
+        lines.append(f"| {name} | {outcome_counts.total()} | {cells} |")
     return "\n".join(lines)
 
 

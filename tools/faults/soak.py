@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from megatron_dppo.metrics import records
-from tools.faults.chaos import LiveRun, code_of, empty_folder, make_material
+from tools.faults.chaos import LiveRun, empty_folder, make_material, report_faults
 
 SHORT_STEPS = {
     "rollout": {
@@ -266,7 +266,7 @@ def main() -> int:
     if steps != list(range(options.steps + 1)):
         faults.append(f"records of {len(steps)} steps, expected 0 to {options.steps} once each")
     print(f"{seconds:.0f} s, {options.steps} steps, {len(soak.kills)} kills, {len(faults)} faults")
-    return code_of(faults)
+    return report_faults(faults)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -72,7 +72,7 @@ def mutants_of(path: str) -> Iterator[Mutant]:
     for at, statement in enumerate(statements):
         before = "".join(statements[:at])
         after = "".join(statements[at + 1 :])
-        for operator, changed in _changed(statement):
+        for operator, changed in _changes_of(statement):
             source = before + changed + after
             line, changed_line = _first_difference(text, source)
             yield Mutant(path, line, operator, source, changed_line.strip())
@@ -87,7 +87,7 @@ def _first_difference(old: str, new: str) -> tuple[int, str]:
     raise ValueError("the texts do not differ")
 
 
-def _changed(statement: str) -> Iterator[tuple[str, str]]:
+def _changes_of(statement: str) -> Iterator[tuple[str, str]]:
     """Yield operators with the changed statement, once for each meaning."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.mutating import mutate_code
@@ -96,7 +96,7 @@ def _changed(statement: str) -> Iterator[tuple[str, str]]:
     seen = {meaning(statement)}
     nodes = list(ast_nodes(get_ast(statement)))
 
-    def every() -> Iterator[tuple[str, str]]:
+    def all_changes() -> Iterator[tuple[str, str]]:
         for name in OPERATORS:
             operator = get_operator(f"core/{name}")()
             places = sum(len(list(operator.mutation_positions(node))) for node in nodes)
@@ -104,7 +104,7 @@ def _changed(statement: str) -> Iterator[tuple[str, str]]:
                 yield name, mutate_code(statement, operator, occurrence)
         yield from wrong_arguments(statement)
 
-    for name, changed in every():
+    for name, changed in all_changes():
         try:
             found = meaning(changed)
         except SyntaxError:  # the operator changed a star that was no product

@@ -27,7 +27,7 @@ Tell = Callable[[Mutant, Verdict], None]
 
 
 @dataclass
-class Found:
+class SessionResults:
     """The results of a session for the mutants that it could not try.
 
     ``left``: the mutants whose changed code runs when their module is loaded. ``seconds``: seconds of
@@ -50,14 +50,14 @@ def run_pytest(tests: Sequence[str], *plugins: object) -> int:
 
 
 class Session:
-    """A pytest plugin in place of the loop over tests.
+    """A pytest plugin that replaces pytest's loop over the tests.
 
     A mutant runs the tests that call its function. Tests that are quick, and that have killed mutants
     of the same function, run first.
     """
 
     def __init__(self, mutants: Sequence[Mutant], tell: Tell, *, processes: int) -> None:
-        self.found = Found()
+        self.found = SessionResults()
         self._mutants = mutants
         self._files = {str(mutant.file) for mutant in mutants}
         self._tell = tell
@@ -80,17 +80,17 @@ class Session:
         sys.settrace(None)
         if session.testsfailed:
             raise RuntimeError("the tests cannot be collected")
-        at_load = set(self._called)
+        called_at_load = set(self._called)
         measured = in_child(lambda: self._measure(session))
         self._calls = {name: calls for name, (_, calls) in measured.items()}
         self.found.seconds = {name: seconds for name, (seconds, _) in measured.items()}
         self.found.loaded = [name for name in sys.modules if "megatron_dppo" not in name]
         functions = functions_in(self._files)
-        loaded_files = {file for file, _, _ in at_load}
+        loaded_files = {file for file, _, _ in called_at_load}
         swappable: list[tuple[Mutant, Change]] = []
         for mutant in self._mutants:
             change = Change(mutant, functions)
-            runs_at_load = bool(change.inner & at_load)
+            runs_at_load = bool(change.inner & called_at_load)
             is_loaded = str(mutant.file) in loaded_files
             if change.fits and is_loaded and not runs_at_load:
                 swappable.append((mutant, change))
@@ -179,7 +179,7 @@ class Quickest:
 
 def session_of(
     mutants: Sequence[Mutant], tests: Sequence[str], tell: Tell, *, processes: int
-) -> Found:
+) -> SessionResults:
     """Try the mutants whose functions can be swapped in a running process."""
     session = Session(mutants, tell, processes=processes)
     silence()

@@ -39,7 +39,7 @@ class Change:
         new = compile(mutant.source, file, "exec", dont_inherit=True)
         pairs = list(_pairs(old, new))
         self.codes = {a: b for a, b in pairs if a != b}
-        self.inner = {key(a) for a, b in pairs if _own(a) != _own(b)}
+        self.inner = {key(a) for a, b in pairs if _own_content(a) != _own_content(b)}
         self.fits = all(a.co_freevars == b.co_freevars for a, b in pairs)
         outer = [key(a) for a in self.codes if a.co_flags & inspect.CO_NEWLOCALS]
         self.outer = outer[0] if outer else None
@@ -79,13 +79,13 @@ def _nested(code: CodeType) -> list[CodeType]:
     return [const for const in code.co_consts if isinstance(const, CodeType)]
 
 
-def _own(code: CodeType) -> tuple[object, ...]:
+def _own_content(code: CodeType) -> tuple[object, ...]:
     """Return the content of a code without the codes nested in it."""
     plain = [repr(const) for const in code.co_consts if not isinstance(const, CodeType)]
     return code.co_code, plain, code.co_names, code.co_varnames, code.co_exceptiontable
 
 
-class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class MutantLoader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Loads one module from a mutant's source instead of its file."""
 
     def __init__(self, mutant: Mutant) -> None:

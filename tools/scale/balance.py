@@ -28,7 +28,7 @@ def _idle(plan: RunPlan) -> tuple[float, float]:
     """Return the idle shares if micro-batches have equal tokens, and if they have equal FLOPs."""
     trainer = plan.facts.trainer
     flops = forward_flops(trainer.shape)
-    return _simulated(
+    return _simulate(
         plan.facts.rollout.longest_response,
         plan.facts.batches()["per_step"],
         trainer.layout.data,
@@ -39,11 +39,11 @@ def _idle(plan: RunPlan) -> tuple[float, float]:
 
 
 @cache
-def _simulated(
+def _simulate(
     longest: int, responses: int, replicas: int, budget: int, linear: float, quadratic: float
 ) -> tuple[float, float]:
-    drawn = long_tailed(np.random.default_rng(0), responses)
-    lengths = [max(1, round(length * longest / LIMIT)) for length in drawn]
+    drawn_lengths = long_tailed(np.random.default_rng(0), responses)
+    lengths = [max(1, round(length * longest / LIMIT)) for length in drawn_lengths]
     flops = [(linear + quadratic * length) * length for length in lengths]
     plan_by_tokens = plan_mini_batch(lengths, lengths, replicas, budget)
     plan_by_flops = plan_mini_batch(lengths, flops, replicas, budget)

@@ -42,10 +42,10 @@ class PublishedRun:
 
 def published_runs(path: Path = RUNS) -> list[PublishedRun]:
     """Return every run of the file with a plan by the planner's present assumptions."""
-    return [_planned(run) for run in yaml.safe_load(path.read_text(encoding="utf-8"))["runs"]]
+    return [_plan_entry(run) for run in yaml.safe_load(path.read_text(encoding="utf-8"))["runs"]]
 
 
-def _planned(run: Mapping[str, Any]) -> PublishedRun:
+def _plan_entry(run: Mapping[str, Any]) -> PublishedRun:
     ((unit, measured),) = run["published"].items()
     plan = plan_of(run)
     return PublishedRun(

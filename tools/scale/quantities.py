@@ -15,7 +15,7 @@ _NONE = "-"
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputedRow:
     """A row: ``of`` returns the cell of a size; ``how``: the formula and its source."""
 
     quantity: str
@@ -35,7 +35,7 @@ def _columns(name: str) -> Callable[[RunPlan], str]:
     return cell
 
 
-def _held(plan: RunPlan) -> str:
+def _columns_of_a_rank(plan: RunPlan) -> str:
     return gb(plan.columns.replicas / plan.facts.trainer.layout.data)
 
 
@@ -61,19 +61,19 @@ def _checkpoint_rank(plan: RunPlan) -> str:
     return gb(plan.traffic.checkpoint / plan.facts.trainer.layout.world_size)
 
 
-def _nodes_apart(plan: RunPlan) -> int:
+def _server_only_nodes(plan: RunPlan) -> int:
     return sum(node.engine > 0 and node.trainer == 0 for node in plan.nodes)
 
 
 def _between_nodes(plan: RunPlan) -> str:
     """Bytes that must reach nodes with servers and without a trainer."""
-    return gb(plan.traffic.update * _nodes_apart(plan))
+    return gb(plan.traffic.update * _server_only_nodes(plan))
 
 
-def _bound(plan: RunPlan) -> str:
+def _update_bound(plan: RunPlan) -> str:
     """Bytes of all weights, divided by the speed of the slowest link that they must cross."""
     device = plan.cluster.device
-    bandwidth = device.network if _nodes_apart(plan) else device.nvlink
+    bandwidth = device.network if _server_only_nodes(plan) else device.nvlink
     return _seconds(plan.traffic.update / bandwidth)
 
 
@@ -105,105 +105,107 @@ def _mfu(plan: RunPlan) -> str:
     return f"{model_flops_utilisation(plan.facts, plan.seconds, plan.cluster):.0%}"
 
 
-SECTIONS: dict[str, tuple[Computed, ...]] = {
+SECTIONS: dict[str, tuple[ComputedRow, ...]] = {
     "Data plane": (
-        Computed(
+        ComputedRow(
             "response tokens a step",
             lambda plan: f"{plan.facts.rollout.response_tokens / 1e6:.1f} M",
             "responses x mean length, half of the longest but in the fullest step",
         ),
-        Computed(
+        ComputedRow(
             "routing a step, in memory",
             _columns("routing"),
             "layers x experts a token x 1 byte x tokens",
         ),
-        Computed(
+        ComputedRow(
             "routing a step, on the wire", _columns("routing_wire"), "planner/batch_memory.py"
         ),
-        Computed(
+        ComputedRow(
             "Top-K a step, in memory", _columns("topk"), "K x (4 + 4) bytes x response tokens"
         ),
-        Computed("Top-K a step, on the wire", _columns("topk_wire"), "planner/batch_memory.py"),
-        Computed("on the wire over in memory", _received, "of routing and Top-K together"),
-        Computed(
+        ComputedRow("Top-K a step, on the wire", _columns("topk_wire"), "planner/batch_memory.py"),
+        ComputedRow("on the wire over in memory", _received, "of routing and Top-K together"),
+        ComputedRow(
             "a rank holds of a batch",
-            _held,
+            _columns_of_a_rank,
             "ids, masks and columns of its replica",
         ),
-        Computed(
+        ComputedRow(
             "host memory a node, columns",
             _host("batch"),
             "ranks x copies x what each holds (planner/batch_memory.py)",
         ),
-        Computed(
+        ComputedRow(
             "host memory a node, in all",
             _host("total"),
             "and processes, checkpoint, pinned capture buffers",
         ),
     ),
     "Balance (simulated with the trainer's own plan)": (
-        Computed("ranks idle, balanced by tokens", balance.by_tokens, balance.HOW),
-        Computed("ranks idle, balanced by FLOPs", balance.by_flops, balance.HOW),
+        ComputedRow("ranks idle, balanced by tokens", balance.by_tokens, balance.HOW),
+        ComputedRow("ranks idle, balanced by FLOPs", balance.by_flops, balance.HOW),
     ),
     "Checkpoints": (
-        Computed(
+        ComputedRow(
             "bytes",
             lambda p: gb(p.traffic.checkpoint),
             "parameters x (2 + 12) in bf16, x (4 + 8) in fp32",
         ),
-        Computed("bytes a rank", _checkpoint_rank, "over all ranks alike"),
-        Computed(
+        ComputedRow("bytes a rank", _checkpoint_rank, "over all ranks alike"),
+        ComputedRow(
             "seconds at 5 GB/s together",
             lambda p: _seconds(p.traffic.checkpoint_seconds),
             "bytes / rate of the shared file system",
         ),
     ),
     "Weight updates": (
-        Computed(
+        ComputedRow(
             "bytes to each engine GPU",
             lambda p: gb(p.traffic.update),
             "parameters x bytes of the dtype",
         ),
-        Computed("of them gathered first", lambda p: gb(p.traffic.gathered), "planner/traffic.py"),
-        Computed(
+        ComputedRow(
+            "of them gathered first", lambda p: gb(p.traffic.gathered), "planner/traffic.py"
+        ),
+        ComputedRow(
             "between nodes, at least",
             _between_nodes,
             "once into each node that serves and doesn't train",
         ),
-        Computed(
+        ComputedRow(
             "lower bound",
-            _bound,
+            _update_bound,
             "bytes once into a node / its network port's rate; within one node, into a GPU / NVLink's",
         ),
-        Computed(
+        ComputedRow(
             "expected",
             lambda p: _seconds(p.traffic.update_seconds),
             "planner/traffic.py, hash and canary included",
         ),
-        Computed(
+        ComputedRow(
             "hash of a sender's bytes, lower bound",
             _hash_bound,
             "bytes / senders / the GPU memory's rate",
         ),
     ),
     "A rank": (
-        Computed(
+        ComputedRow(
             "communicators of a trainer rank",
             _trainer_groups,
             "count: bytes (planner/communicators.py)",
         ),
-        Computed(
+        ComputedRow(
             "communicators of an engine rank",
             _engine_groups,
             "its server's, and one of each sender",
         ),
-        Computed("memory of the fullest trainer GPU", _memory, "planner/memory.py"),
+        ComputedRow("memory of the fullest trainer GPU", _memory, "planner/memory.py"),
     ),
     "A step": (
-        Computed(
+        ComputedRow(
             "step", _step, "FLOPs and bandwidths (planner/step_time.py): a lower bound, no forecast"
         ),
-        Computed(
+        ComputedRow(
             "MFU of the trainer's seconds",
             _mfu,
             "6 x active parameters x tokens, and attention's, over the peak",

@@ -1,4 +1,4 @@
-"""A cluster to try things on: ``python -m tools.slurm_cluster``; Ctrl-C or the input's end stops it."""
+"""Run a cluster to try things on: ``python -m tools.slurm_cluster``. Ctrl-C or the end of its input stops it."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def _run(options: argparse.Namespace) -> None:
         print(f"in another terminal: export SLURM_CONF={cluster.configuration}")
         print(f"here: {', '.join(_VERBS)} and a node's name; Ctrl-C ends the cluster", flush=True)
         for line in sys.stdin:
-            _obey(cluster, line.split())
+            _execute(cluster, line.split())
 
 
-def _obey(cluster: Cluster, words: list[str]) -> None:
+def _execute(cluster: Cluster, words: list[str]) -> None:
     if len(words) != 2 or words[0] not in _VERBS or words[1] not in cluster.nodes:
         print(f"expected one of {', '.join(_VERBS)} and one of {', '.join(cluster.nodes)}")
         return

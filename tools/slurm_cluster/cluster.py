@@ -63,7 +63,7 @@ class Cluster:
         self._size = size or NodeSize()
         with held_back():
             self.isolated = can_isolate() if isolated is None else isolated
-        self._seen = list(shared)
+        self._extra_shared = list(shared)
         self._network: Network | None = None
         self._watchdog: Watchdog | None = None
         self._nodes: dict[str, Node] = {}
@@ -224,7 +224,7 @@ class Cluster:
     def _node(self, name: str, number: int) -> Node:
         if self._network is None:
             return PlainNode(name, self.root, self.environment)
-        shared = [self.root, *self._seen]
+        shared = [self.root, *self._extra_shared]
         return IsolatedNode(name, number, self.root, self._network, shared, self.environment)
 
     def _gpu_file(self, index: int) -> Path:

@@ -46,13 +46,13 @@ def test_a_step_is_timed_by_its_phases_in_the_middle_of_the_run(idle):
         {"step": 5, **middle, "time/train_s": 4.0, "rollout/servers_idle": 0.25},
         {"step": 6, "time/train_s": 70.0, "evaluation/sums/accuracy": 0.75},
     ]
-    measured = idle.Measured.of("one ahead", records)
+    measured = idle.RunFigures.of("one ahead", records)
     assert measured.step_s == pytest.approx(4.5)
     assert (measured.train_s, measured.generation_s) == (3.0, 3.0)
     assert measured.accuracy == 0.75
     assert measured.servers_idle == 0.375
     with pytest.raises(ValueError, match="4 steps hold none"):
-        idle.Measured.of("one ahead", records[:5])
+        idle.RunFigures.of("one ahead", records[:5])
 
 
 def test_ratios_are_paired_by_round(generation):
