@@ -15,7 +15,7 @@ from tests.patience import Patience, family_of
 from tools.slurm_cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "megatron_dppo" / "slurm" / "run.sbatch"
+SCRIPT = ROOT / "megatron_dppo" / "cluster" / "slurm" / "run.sbatch"
 PATIENT_S = 900.0
 
 

@@ -1,4 +1,4 @@
-"""``make arena``: claims and their tests, tasks, what is kept of runs, and its page."""
+"""``make arena``: claims and their statistics, tasks, stored results of runs, and the pages of findings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from megatron_dppo.metrics import table as names
 DOCS = Path(__file__).parents[3] / "docs" / "evidence"
 
 
-def a_record(rewards, entropies=None):
+def make_record(rewards, entropies=None):
     return {
         names.REWARD: rewards,
         names.ENTROPY: entropies or [1.0] * len(rewards),
@@ -69,12 +69,11 @@ def a_record(rewards, entropies=None):
 
 
 def test_outcomes():
-    record = a_record(
+    record = make_record(
         [0.0] * 4 + [1.0] * 10 + [0.25, 0.75, 0.5, 0.5, 0.5, 0.5], [2.0] * 19 + [math.nan]
     )
-    assert (
-        final(record) == 0.55
-    )  # (0.25 + 0.75 + 3 * 0.5) / 5: the last 5 of 20 are 0.75, and 4 times 0.5
+    # The last 5 of 20 are 0.75, and 4 times 0.5.
+    assert final(record) == 0.55
     assert area(record) == 0.65
     assert loss_of_best(record) == pytest.approx(1.0 - final(record))
     assert entropy(record) == 2.0
@@ -120,7 +119,7 @@ def test_the_sign_flip_test_counts_every_choice_of_signs():
 
 
 def test_holm():
-    # 4 * .005; 3 * .01; 2 * .03, and .04, which may not be less
+    # 4 * .005; 3 * .01; 2 * .03; and .04, which may not be less than the value for .03.
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.6, 0.7]) == [1.0, 1.0]
     assert holm([]) == []
@@ -131,14 +130,14 @@ def test_the_number_of_pairs_that_decide():
     assert [pairs_to_decide([effect], 1.0) for effect in (1.0, 0.5, 0.2)] == [10, 34, 199]
     assert pairs_to_decide([0.001], 1.0) is None
     assert pairs_to_decide([0.5], 1.0, level=0.05 / 20) > 60
-    # Within two bounds, both must be shown: more pairs than one of them takes, fewer than at twice the spread.
-    both = pairs_to_decide([0.05, 0.05], 0.1)
-    assert pairs_to_decide([0.05], 0.1) < both < pairs_to_decide([0.05], 0.2)
-    margin = Comparison(Side("drift", TV), Side("drift", "kpop"), 0.05)
-    above = replace(margin, margin=None)
-    assert above.pairs_to_decide(-0.02, 0.04) == 34
-    assert margin.pairs_to_decide(0.01, 0.08) == pairs_to_decide([0.04, 0.06], 0.08)
-    assert margin.pairs_to_decide(-0.09, 0.04) == 10  # 0.04 beyond the margin
+    # A claim with a margin must show two bounds. They take more pairs than one, and fewer than at twice the spread.
+    pairs_for_both = pairs_to_decide([0.05, 0.05], 0.1)
+    assert pairs_to_decide([0.05], 0.1) < pairs_for_both < pairs_to_decide([0.05], 0.2)
+    with_margin = Comparison(Side("drift", TV), Side("drift", "kpop"), 0.05)
+    without_margin = replace(with_margin, margin=None)
+    assert without_margin.pairs_to_decide(-0.02, 0.04) == 34
+    assert with_margin.pairs_to_decide(0.01, 0.08) == pairs_to_decide([0.04, 0.06], 0.08)
+    assert with_margin.pairs_to_decide(-0.09, 0.04) == 10  # 0.04 beyond the margin
 
 
 @pytest.mark.parametrize(
@@ -169,30 +168,30 @@ def test_a_finding_needs_the_whole_interval(mean, margin, expected):
 
 
 def test_p_is_two_sided_and_of_the_nearer_side():
-    above = Comparison(Side("drift", "pg-is"), Side("drift", "ppo"))
+    comparison = Comparison(Side("drift", "pg-is"), Side("drift", "ppo"))
     for sign, side in ((1, Finding.AS_CLAIMED), (-1, Finding.CONTRARY)):
-        result = above.result([sign * x for x in (1.0, 2.0, 3.0)])
+        result = comparison.result([sign * x for x in (1.0, 2.0, 3.0)])
         assert result.leans_to is side
         assert result.p == pytest.approx(1 - math.sqrt(12 / 14))
         assert result.sign_flip_p == 2 / 8
-    # Of 0.01 and 0.03 within 0.05: the upper bound is nearer, and 0.04 + 0.02 is the largest sum of four.
+    # The margin is 0.05, and the upper bound is nearer: at distances of 0.04 and 0.02, the largest of four sums.
     within = Comparison(Side("drift", "pg-is"), Side("drift", "ppo"), 0.05).result([0.01, 0.03])
     assert within.sign_flip_p == 2 / 4
 
 
 def records_of(rewards_by_rule, seeds=(1, 2, 3)):
     return {
-        Side("drift", rule).key(seed): a_record([value + 0.01 * seed] * 8)
+        Side("drift", rule).key(seed): make_record([value + 0.01 * seed] * 8)
         for rule, value in rewards_by_rule.items()
         for seed in seeds
     }
 
 
-def above(first, second):
+def comparison_of(first, second):
     return Comparison(Side("drift", first), Side("drift", second))
 
 
-def a_claim(*tests, name="c", seeds=(1, 2, 3)):
+def make_claim(*tests, name="c", seeds=(1, 2, 3)):
     return Claim(name, "s", "t", tests, seeds=seeds)
 
 
@@ -201,24 +200,26 @@ SIX = tuple(range(1, 7))
 
 def test_the_primary_test_decides_a_claim():
     records = records_of({"ppo": 0.5, "gspo": 0.3, "kpop": 0.6}, SIX)
-    # Pairs of one seed: its 0.01 * seed is in both, and their differences have no spread.
-    assert above("ppo", "gspo").differences(records, SIX) == pytest.approx([0.2] * 6)
+    # Both runs of a seed contain 0.01 * seed, so their differences have no spread.
+    assert comparison_of("ppo", "gspo").differences(records, SIX) == pytest.approx([0.2] * 6)
     words = {
-        findings.Word.REPRODUCED: (above("ppo", "gspo"), above("ppo", "kpop")),
-        findings.Word.CONTRARY: (above("ppo", "kpop"), above("ppo", "gspo")),
+        findings.Word.REPRODUCED: (comparison_of("ppo", "gspo"), comparison_of("ppo", "kpop")),
+        findings.Word.CONTRARY: (comparison_of("ppo", "kpop"), comparison_of("ppo", "gspo")),
     }
     for word, tests in words.items():
-        verdict = findings.verdicts([a_claim(*tests, seeds=SIX)], records)["c"]
+        verdict = findings.verdicts([make_claim(*tests, seeds=SIX)], records)["c"]
         assert verdict.word is word
         assert verdict.counted == "1 of 2 as claimed, 1 contrary"
     assert findings.verdicts([Claim("c", "s", "t", unreachable="x")], {})["c"].word is None
 
 
 def test_too_few_pairs_of_any_size_leave_a_claim_undecided():
-    # Five signs that agree: 2 / 2^5 is more than 5%, whatever Student's test says. Six: 2 / 2^6 is less.
+    # Five equal signs have a sign-flip p of 2 / 2^5, above 5%, whatever Student's test says. Six have 2 / 2^6.
     records = records_of({"ppo": 0.5, "gspo": 0.3}, SIX)
     for seeds, word in ((SIX[:5], findings.Word.UNDECIDED), (SIX, findings.Word.REPRODUCED)):
-        verdict = findings.verdicts([a_claim(above("ppo", "gspo"), seeds=seeds)], records)["c"]
+        verdict = findings.verdicts(
+            [make_claim(comparison_of("ppo", "gspo"), seeds=seeds)], records
+        )["c"]
         assert verdict.word is word
         assert verdict.results[0].p < 1e-4
 
@@ -226,16 +227,18 @@ def test_too_few_pairs_of_any_size_leave_a_claim_undecided():
 def test_a_decision_is_adjusted_for_the_number_of_claims():
     values = dict(zip(range(1, 11), [0.1, 0.02] * 5, strict=True))
     records = {
-        Side("drift", rule).key(seed): a_record([value] * 8)
+        Side("drift", rule).key(seed): make_record([value] * 8)
         for seed, spread in values.items()
         for rule, value in (("ppo", 0.5 + spread), ("gspo", 0.5))
     }
     seeds = tuple(values)
-    one = a_claim(above("ppo", "gspo"), seeds=seeds)
-    # Not run yet: their p is 1, and they count.
-    others_of = [a_claim(above("ppo", "sapo"), name=f"n{i}", seeds=seeds) for i in range(60)]
-    alone = findings.verdicts([one], records)["c"]
-    among = findings.verdicts([one, *others_of], records)["c"]
+    claim = make_claim(comparison_of("ppo", "gspo"), seeds=seeds)
+    # Claims that have not run yet count with p = 1.
+    unrun_claims = [
+        make_claim(comparison_of("ppo", "sapo"), name=f"n{i}", seeds=seeds) for i in range(60)
+    ]
+    alone = findings.verdicts([claim], records)["c"]
+    among = findings.verdicts([claim, *unrun_claims], records)["c"]
     assert alone.word is findings.Word.REPRODUCED
     assert alone.adjusted == alone.results[0].p == pytest.approx(0.0016, rel=0.1)
     assert among.adjusted == pytest.approx(61 * alone.adjusted)
@@ -243,7 +246,7 @@ def test_a_decision_is_adjusted_for_the_number_of_claims():
 
 
 def test_a_part_of_a_registered_set_is_not_evaluated(tmp_path):
-    claim = a_claim(above("kpop", "gspo"))
+    claim = make_claim(comparison_of("kpop", "gspo"))
     records = records_of({"kpop": 0.5, "gspo": 0.3}, (1, 2))
     records |= records_of({"kpop": 0.9}, (3,))
     verdict = findings.verdicts([claim], records)["c"]
@@ -257,9 +260,9 @@ def test_a_part_of_a_registered_set_is_not_evaluated(tmp_path):
 def test_the_page_has_words_figures_and_every_rule(tmp_path):
     seeds = SIX
     records = records_of({"kpop": 0.5, "gspo": 0.3}, seeds)
-    claims = [a_claim(above("gspo", "kpop"), above("kpop", "gspo"), seeds=seeds)]
+    claims = [make_claim(comparison_of("gspo", "kpop"), comparison_of("kpop", "gspo"), seeds=seeds)]
     page = findings.write_findings(claims, records, tmp_path).read_text()
-    # kpop is second-hand.
+    # The dagger marks kpop as a rule whose paper was read second-hand.
     assert (
         "| [c](#c) | s † | t | contrary | < 0.0001 | 1 of 2 as claimed, 1 contrary |  |  |" in page
     )
@@ -278,25 +281,25 @@ def test_the_page_has_words_figures_and_every_rule(tmp_path):
 
 
 def test_what_another_reading_of_a_rule_ran_is_left_out(monkeypatch):
-    before = Side("drift", "kpop")
+    side = Side("drift", "kpop")
     records = records_of({"kpop": 0.5, "gspo": 0.3}, SIX)
-    records[real_loop.real_key(SETTINGS["drift"].cell("kpop", 1))] = a_record([0.5] * 8)
-    claim = a_claim(above("kpop", "gspo"), seeds=SIX)
-    key = before.key(1)
+    records[real_loop.real_key(SETTINGS["drift"].cell("kpop", 1))] = make_record([0.5] * 8)
+    claim = make_claim(comparison_of("kpop", "gspo"), seeds=SIX)
+    key = side.key(1)
     assert findings.old_readings_text(records) == []
     assert findings.verdicts([claim], records)["c"].word is not None
     number = {"kl_threshold": 0.2}
     monkeypatch.setitem(PRESETS, "kpop", replace(PRESETS["kpop"], stability=number))
     readings._reading.cache_clear()
     try:
-        assert before.key(1) != key
-        assert findings.without_reading(before.key(1)) == findings.without_reading(key)
+        assert side.key(1) != key
+        assert findings.without_reading(side.key(1)) == findings.without_reading(key)
         assert findings.verdicts([claim], records)["c"].word is None
         (text,) = findings.old_readings_text(records)
         assert "`kpop` (7 runs)" in text
         assert "gspo" not in text
         assert "kpop" not in "".join(findings.all_rules(records))
-        # The number that it had is the old reading still, by its own name.
+        # With the earlier threshold given explicitly, the rule still has its old reading.
         assert readings.reading_of("kpop", ["algorithm.options.kl_threshold=0.1"]) in key
     finally:
         readings._reading.cache_clear()
@@ -328,8 +331,8 @@ def test_the_real_loops_mismatch_stands_beside_the_labs():
     cell = SETTINGS["coarse"].cell(TV, 1)
 
     def row(stale_in_lab, stale_in_real_loop, whole):
-        lab = a_record([0.5] * 8) | {names.GAP_STALE: [math.nan, *[stale_in_lab] * 7]}
-        real = a_record([0.5] * 8) | {names.GAP: [whole] * 8}
+        lab = make_record([0.5] * 8) | {names.GAP_STALE: [math.nan, *[stale_in_lab] * 7]}
+        real = make_record([0.5] * 8) | {names.GAP: [whole] * 8}
         if stale_in_real_loop is None:
             del real[names.GAP_STALE]
         else:
@@ -338,7 +341,7 @@ def test_the_real_loops_mismatch_stands_beside_the_labs():
         (line,) = [line for line in table if line.startswith("| coarse |")]
         return [text.strip() for text in line.split("|")][4:8]
 
-    # All mini-batches of the lab have 0.03; the first ones (0.001 + 7 * x) / 8.
+    # The lab's gap over all mini-batches is 0.03. Its gap over the first mini-batches is (0.001 + 7 * x) / 8.
     assert row(0.001, 0.0032, 0.03) == ["1.0e-03", "3.0e-02", "2.9e-03", "3.0e-02"]
     assert row(0.001, 0.0033, 0.03)[2:] == ["3.0e-03", "3.0e-02, not comparable"]
     assert row(0.0033, 0.001, 0.03)[3] == "3.0e-02, not comparable"
@@ -357,8 +360,8 @@ def test_the_kept_page_and_its_figures_are_those_of_the_kept_runs():
     assert (DOCS / "findings.md").read_text() == findings.page_of(CLAIMS, records)
     found = findings.verdicts(CLAIMS, records)
     decided = {name for name, verdict in found.items() if verdict.word is not None}
-    drawn = {path.stem for path in (DOCS / "findings").glob("*.png")}
-    assert drawn == decided | {"shown", "fp8"}
+    figure_names = {path.stem for path in (DOCS / "findings").glob("*.png")}
+    assert figure_names == decided | {"shown", "fp8"}
     reasons = yaml.safe_load(findings.REASONS.read_text(encoding="utf-8"))
     assert decided <= reasons.keys() <= {claim.name for claim in CLAIMS}
     # Every row of a table has as many cells as its head.
@@ -375,8 +378,11 @@ def test_the_kept_page_of_fp8_is_that_of_its_kept_runs():
 # --- figures
 
 
-def a_curve(value):
-    return a_record([value] * 8) | {names.GAP: [0.01 * value] * 8, names.ENTROPY: [3 * value] * 8}
+def make_curve(value):
+    return make_record([value] * 8) | {
+        names.GAP: [0.01 * value] * 8,
+        names.ENTROPY: [3 * value] * 8,
+    }
 
 
 def panels_of(claim, records):
@@ -385,7 +391,7 @@ def panels_of(claim, records):
 
 def records_in(setting, value_by_rule, seeds=(1, 2)):
     return {
-        Side(setting, rule).key(seed): a_curve(value + 0.1 * seed)
+        Side(setting, rule).key(seed): make_curve(value + 0.1 * seed)
         for rule, value in value_by_rule.items()
         for seed in seeds
     }
@@ -471,17 +477,17 @@ def test_claims_are_of_rules_settings_and_mismatches_that_there_are():
         algorithm_facts(cell.algorithm, known)
         assert cell.task in tasks.TASKS
         assert cell.mismatch in MISMATCHES
-    in_every = {
+    compared_rules = {
         c.algorithm for c in cells if (c.task, c.mismatch) == ("moe", SETTINGS["drift"].mismatch)
     }
-    missing = PRESETS.keys() - in_every
-    # Other names, other estimates of the same, what is compared elsewhere; no runs were made of the last two.
+    missing = PRESETS.keys() - compared_rules
+    # They are other names or other estimates of compared rules, or compared elsewhere. The last two have no runs.
     assert missing == {
         "cispo", "ppo", "grpo", "dppo-topk-kl", "dppo-exact-kl", "recomputed-exact-tv", "recomputed-exact-kl",
         "mask-0.8", "relax-high", "relax-low", "relax-both", "cppo-topk-tv", "pdm-uniform", "pdm-tail", "pdm-exact",
         "cppo-binary-kl", "cppo-topk-kl", "triage", "troll",
     }  # fmt: skip
-    assert set(OTHERS) <= in_every
+    assert set(OTHERS) <= compared_rules
 
 
 def test_further_seeds_repeat_a_primary_test_without_the_seeds_that_were_seen():
@@ -500,7 +506,7 @@ def test_what_a_row_cannot_tell_stands_beside_it():
     mismatch = MISMATCHES[cell.mismatch]
     steps = int(dict(c.split("=") for c in cell.changes)["run.steps"])
     assert mismatch.age > 0.75 * steps  # before the last quarter, whose reward is the outcome
-    lines = findings.all_rules({cell.key: a_record([0.5] * 8)})
+    lines = findings.all_rules({cell.key: make_record([0.5] * 8)})
     assert any("stale-64" in line and SETTINGS["stale-64"].caution in line for line in lines)
     for name, setting in SETTINGS.items():
         is_start = MISMATCHES[setting.mismatch].age > 0.75 * steps
@@ -529,7 +535,7 @@ def test_a_line_that_was_cut_off_is_a_run_to_make_again(tmp_path):
 
 def test_roundings():
     assert bfloat16(torch.tensor([1 + 2**-7, 1 + 2**-9])).tolist() == [1 + 2**-7, 1.0]
-    # The row's largest is 448 of its units; 1 / 16 of that is a number of E4M3, 1 / 16 + 1 / 448 rounds to it.
+    # The scale makes the largest value of a row 448. Then 28 is a number of E4M3, and 28.5 rounds to it.
     row = torch.tensor([[448.0, 28.0, 28.5, -448.0], [0.448, 0.028, 0.0, 0.0]])
     assert float8(row)[0].tolist() == [448.0, 28.0, 28.0, -448.0]
     assert torch.allclose(float8(row)[1], row[1])
@@ -582,7 +588,7 @@ def test_the_longer_task_has_hundreds_of_tokens(monkeypatch):
         assert f"rollout.max_response_tokens={length}" in task.settings
         assert ids.shape == (32, 3 + length - 1)
         assert target.shape == (32, length, 64)
-        # A word of the batch is drawn from what its two predecessors' sum asks for.
+        # The target of a word is the distribution that its two predecessors ask for.
         assert np.allclose(target[5, 40], tasks.next_words(ids[5, 41:43].numpy()))
 
 
@@ -628,8 +634,8 @@ def test_an_engine_of_the_real_loop_is_quantised_by_the_package_itself():
 
 
 @pytest.fixture
-def changed(monkeypatch):
-    """SGLang's models of the arena, and a model as SGLang's are: two experts of four a token."""
+def changed_model(monkeypatch):
+    """The arena's change to SGLang's models, on a small model in their form. A token takes two of four experts."""
     monkeypatch.setenv("ARENA_MISMATCH", "int4")
     from examples.arena.engine_models import changed
 
@@ -662,8 +668,8 @@ def changed(monkeypatch):
     return type("ChangedModel", (changed.Changed, Model), {})
 
 
-def test_an_engine_computes_with_rounded_matrices_and_keeps_what_it_was_sent(changed):
-    model = changed(None)
+def test_an_engine_computes_with_rounded_matrices_and_keeps_what_it_was_sent(changed_model):
+    model = changed_model(None)
     sent = torch.tensor([[7.0, 1.4, *[0.0] * 14]])
     for scale in (1.0, 2.0):  # two updates
         model.load_weights(sent * scale)
@@ -676,22 +682,22 @@ def test_an_engine_computes_with_rounded_matrices_and_keeps_what_it_was_sent(cha
     assert torch.equal(model.matrix.data, sent * 2)
 
 
-def test_an_engine_routes_a_share_of_tokens_to_the_next_best_expert(changed, monkeypatch):
+def test_an_engine_routes_a_share_of_tokens_to_the_next_best_expert(changed_model, monkeypatch):
     monkeypatch.setenv("ARENA_MISMATCH", "flips")
-    model = changed(SimpleNamespace(num_experts_per_tok=2))
+    model = changed_model(SimpleNamespace(num_experts_per_tok=2))
     logits = torch.tensor([0.0, 3.0, 1.0, 2.0]).repeat(1000, 1)
     chosen = model(logits).topk(2).indices
     assert set(chosen[:, 0].tolist()) == {1}
-    # Half of them: 500 with a standard error of 16.
+    # Half of the tokens are flipped: 500, with a standard error of 16.
     flipped = chosen[:, 1] == 2
     assert 420 < int(flipped.sum()) < 580
     assert set(chosen[~flipped, 1].tolist()) == {3}
-    # What the chosen ones are weighted with is theirs alone, as the lab's copy has it.
-    other = torch.tensor([3.0, 1.0]).softmax(0)
-    seen = model(logits)
-    rows = seen[seen[:, 3] == -math.inf]
+    # The weights of the chosen experts are a softmax over these two, as in the lab's copy.
+    expected = torch.tensor([3.0, 1.0]).softmax(0)
+    routed_logits = model(logits)
+    rows = routed_logits[routed_logits[:, 3] == -math.inf]
     weights = rows.softmax(-1)[:, [1, 2]]
-    assert torch.allclose(weights / weights.sum(-1, keepdim=True), other.expand(len(rows), 2))
+    assert torch.allclose(weights / weights.sum(-1, keepdim=True), expected.expand(len(rows), 2))
 
 
 def test_the_real_loops_words_are_the_labs_ids(tmp_path):
@@ -721,20 +727,20 @@ def test_the_real_loops_words_are_the_labs_ids(tmp_path):
     # the topic of the prompt w5 is 3
     words = [int(np.flatnonzero(tasks.topics() == topic)[0]) for topic in (3, 4)]
     assert real_loop.reward_rare("w1 w5", " ".join(f"w{i}" for i in words)) == 0.5
-    # Word 0 is one as any other: it ends no response, and its text has it.
+    # Word 0 is a word like any other: it ends no response, and is part of the text.
     assert json.loads((tmp_path / "long-real" / "config.json").read_text())["eos_token_id"] is None
     assert tokenizer.eos_token_id is None
     assert tokenizer.decode([9, 0, 15], skip_special_tokens=True) == "w9 w0 w15"
-    # A response without a token.
+    # A response without tokens earns nothing.
     assert real_loop.reward_rare("w1 w5", "") == real_loop.reward_long("w1 w4 w9", "") == 0.0
 
 
 def test_the_real_loops_one_pair_stands_beside_the_labs_spread():
-    test = above("kpop", "gspo")
+    test = comparison_of("kpop", "gspo")
     cells = {rule: SETTINGS["drift"].cell(rule, 1) for rule in ("kpop", "gspo")}
     assert findings.in_real_loop(test, {}) is None
     records = {
-        real_loop.real_key(cells[rule]): a_record([x] * 8)
+        real_loop.real_key(cells[rule]): make_record([x] * 8)
         for rule, x in (("kpop", 0.52), ("gspo", 0.5))
     }
     assert findings.in_real_loop(test, records) == pytest.approx(0.02)

@@ -1,4 +1,4 @@
-"""What the benchmarks of generation and of waiting make of their measurements."""
+"""Figures that the benchmarks of generation and of idle time compute from measurements, and the simulation of steps."""
 
 import importlib.util
 import random
@@ -46,11 +46,11 @@ def test_a_step_is_timed_by_its_phases_in_the_middle_of_the_run(idle):
         {"step": 5, **middle, "time/train_s": 4.0, "rollout/servers_idle": 0.25},
         {"step": 6, "time/train_s": 70.0, "evaluation/sums/accuracy": 0.75},
     ]
-    measured = idle.RunFigures.of("one ahead", records)
-    assert measured.step_s == pytest.approx(4.5)
-    assert (measured.train_s, measured.generation_s) == (3.0, 3.0)
-    assert measured.accuracy == 0.75
-    assert measured.servers_idle == 0.375
+    figures = idle.RunFigures.of("one ahead", records)
+    assert figures.step_s == pytest.approx(4.5)
+    assert (figures.train_s, figures.generation_s) == (3.0, 3.0)
+    assert figures.accuracy == 0.75
+    assert figures.servers_idle == 0.375
     with pytest.raises(ValueError, match="4 steps hold none"):
         idle.RunFigures.of("one ahead", records[:5])
 
@@ -67,50 +67,51 @@ def test_prompts_are_runs_of_ids_in_the_vocabulary(generation, tmp_path):
     work = generation.Work(
         str(tmp_path), prompts=3, concurrency=1, prompt_tokens=4, response_tokens=5, topk=0, per_call=1
     )  # fmt: skip
-    drawn = generation.prompts(work, seed=0)
-    assert len(drawn) == 3
-    assert all((b - a) % 10 == 1 for ids in drawn for a, b in pairwise(ids))
+    id_lists = generation.prompts(work, seed=0)
+    assert len(id_lists) == 3
+    assert all((b - a) % 10 == 1 for ids in id_lists for a, b in pairwise(ids))
     assert work.tokens == 15
     assert work.sampling.ignore_eos
 
 
 @pytest.fixture(scope="module")
-def simulated() -> ModuleType:
+def simulation() -> ModuleType:
     return tool("simulate_idle")
 
 
-def steps_of(simulated, schedule, slots=1, lengths=(10.0, 10.0), **phases):
-    """One server, a second a token; training takes 5 s, an update 1 s."""
-    server = simulated.Server(slots, lambda n: 1.0)
-    beside = simulated.Phases(5.0, 1.0, **phases)
-    return simulated.Simulation(schedule, beside, [server], lambda: lengths).run(4)
+def steps_of(simulation, schedule, slots=1, lengths=(10.0, 10.0), **phases):
+    """Simulate four steps with one server. A token takes 1 s, training 5 s, and an update 1 s."""
+    server = simulation.Server(slots, lambda n: 1.0)
+    all_phases = simulation.Phases(5.0, 1.0, **phases)
+    return simulation.Simulation(schedule, all_phases, [server], lambda: lengths).run(4)
 
 
-def test_simulated_steps_by_hand(simulated):
+def test_simulated_steps_by_hand(simulation):
     """Two responses of 10 tokens, one after the other: 20 s of generation in a step."""
-    alone = steps_of(simulated, simulated.ON_POLICY)
+    alone = steps_of(simulation, simulation.ON_POLICY)
     assert alone.seconds == pytest.approx(20 + 5 + 1)
     assert alone.trainers == pytest.approx(1 - 6 / 26)
     assert alone.servers == pytest.approx(1 - 20 / 26)
-    # The server never waits, but for the update.
-    for schedule in (simulated.STALE, simulated.Schedule(staleness=1)):
-        assert steps_of(simulated, schedule).seconds == pytest.approx(20 + 1)
-    turns = steps_of(simulated, simulated.COLOCATED, switch=2.0)
-    assert turns.seconds == pytest.approx(20 + 2 + 5 + 1)
+    # The server waits only for the update.
+    for schedule in (simulation.STALE, simulation.Schedule(staleness=1)):
+        assert steps_of(simulation, schedule).seconds == pytest.approx(20 + 1)
+    colocated = steps_of(simulation, simulation.COLOCATED, switch=2.0)
+    assert colocated.seconds == pytest.approx(20 + 2 + 5 + 1)
 
 
-def test_a_simulated_tail_is_hidden_where_updates_interrupt_it(simulated):
-    """Beside each other one response of 100 tokens and seven of 10: the long one runs through two steps."""
+def test_a_simulated_tail_is_hidden_where_updates_interrupt_it(simulation):
+    """A batch has one response of 100 tokens and seven of 10, decoded together. The long one may run for two steps."""
     lengths = (100.0, *[10.0] * 7)
-    drained = steps_of(simulated, simulated.Schedule(staleness=1), slots=100, lengths=lengths)
+    drained = steps_of(simulation, simulation.Schedule(staleness=1), slots=100, lengths=lengths)
     assert drained.seconds == pytest.approx(100 + 1)
-    interrupted = steps_of(simulated, simulated.STALE, slots=100, lengths=lengths)
-    # It decodes in the step before its own, w + 5 s without the update, and in its own until training: w + 5 + w = 100.
+    interrupted = steps_of(simulation, simulation.STALE, slots=100, lengths=lengths)
+    # A step waits for w s, then trains for 5 s. The long response decodes for w + 5 s of one step and w s of the next
+    # step, in which it is trained on: w + 5 + w = 100.
     assert interrupted.seconds == pytest.approx(47.5 + 5 + 1)
 
 
-def test_the_mean_of_cut_lengths_is_the_plans(simulated):
-    mu = simulated.location(8192, 16384, 0.8)
+def test_the_mean_of_cut_lengths_is_the_plans(simulation):
+    mu = simulation.location(8192, 16384, 0.8)
     rng = random.Random(0)
-    drawn = [min(16384, rng.lognormvariate(mu, 0.8)) for _ in range(100_000)]
-    assert sum(drawn) / len(drawn) == pytest.approx(8192, rel=0.01)
+    lengths = [min(16384, rng.lognormvariate(mu, 0.8)) for _ in range(100_000)]
+    assert sum(lengths) / len(lengths) == pytest.approx(8192, rel=0.01)

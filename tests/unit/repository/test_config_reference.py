@@ -1,4 +1,4 @@
-"""docs/configuration.md is the schema, and says something of every key."""
+"""docs/configuration.md equals the reference that the schema generates, which describes every key."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The recipes of images say the same, name programs that are there, and the docs name their interpreter."""
+"""Both recipes of an image take the same steps, the docs name the image's Python, and hooks run pinned programs."""
 
 import re
 import shlex
@@ -15,14 +15,14 @@ PLACE = "/opt/megatron_dppo"
 
 
 def instructions(recipe: Path) -> list[tuple[str, str]]:
-    """A Dockerfile's instructions with what they say, continued lines joined."""
+    """Return the name and the words of each instruction of a Dockerfile. Continued lines are joined."""
     text = recipe.read_text().replace("\\\n", " ")
     lines = [line.partition(" ") for line in text.splitlines() if line and line[0] != "#"]
     return [(name, words.strip()) for name, _, words in lines]
 
 
 def section(recipe: Path, name: str) -> list[str]:
-    """Commands of a section of an Apptainer recipe, continued lines joined."""
+    """Return the commands of a section of an Apptainer recipe. Continued lines are joined."""
     text = recipe.read_text().replace("\\\n", " ")
     body = re.search(rf"^%{name}\n((?:    .*\n|\n)+)", text, re.MULTILINE)[1]
     return [line.strip() for line in body.splitlines() if line.strip()]
@@ -36,9 +36,10 @@ def test_both_recipes_take_the_same_steps_from_the_same_image(kind):
     assert f"From: {base}\n" in apptainer.read_text()
     steps = [step for words in runs for step in words.split(" && ")]
     steps = [" ".join(step.split()) for step in steps]
-    there = [" ".join(step.split()) for step in section(apptainer, "post")]
-    own = (f"cd {PLACE}", "export ")  # Docker's WORKDIR and ENV
-    assert [step for step in there if not step.startswith(own)] == steps
+    post_steps = [" ".join(step.split()) for step in section(apptainer, "post")]
+    # Apptainer has these commands in place of Docker's WORKDIR and ENV.
+    place_and_variables = (f"cd {PLACE}", "export ")
+    assert [step for step in post_steps if not step.startswith(place_and_variables)] == steps
     assert ("COPY", f". {PLACE}") in docker
     assert any(PLACE in step for step in section(apptainer, "setup"))
     variables = dict(words.split("=", 1) for name, words in docker if name == "ENV")

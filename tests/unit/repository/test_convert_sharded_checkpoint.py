@@ -40,8 +40,8 @@ def hf(tmp_path_factory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", layers=4, vocab_size=515)
 
 
-def write_old(hf: Path, folder: Path, layout: Layout) -> Path:
-    """``hf`` as such a version wrote it."""
+def write_sharded(hf: Path, folder: Path, layout: Layout) -> Path:
+    """Write the model ``hf`` in the form of versions before 0.2."""
     shape, tensors = load_model_shape(hf), load_file(hf / "model.safetensors")
     shutil.copytree(hf, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     for rank in range(layout.world_size):
@@ -67,13 +67,13 @@ def write_old(hf: Path, folder: Path, layout: Layout) -> Path:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_an_old_folder_becomes_the_model_that_it_was(hf, tmp_path, layout):
-    old = write_old(hf, tmp_path / "old", layout)
+    old = write_sharded(hf, tmp_path / "old", layout)
     convert(old, tmp_path / "new")
     assert len(verify(hf, tmp_path / "new")) == 135
 
 
 def test_it_is_refused_with_the_command_that_converts_it(hf, tmp_path):
-    old = write_old(hf, tmp_path / "old", LAYOUTS["TP2 PP2 EP2"])
+    old = write_sharded(hf, tmp_path / "old", LAYOUTS["TP2 PP2 EP2"])
     refused = f"tools/convert_sharded_checkpoint.py {old} NEW_FOLDER"
     with pytest.raises(CheckpointError, match=refused):
         open_checkpoint(old)
@@ -85,7 +85,7 @@ def test_it_is_refused_with_the_command_that_converts_it(hf, tmp_path):
 
 
 def test_an_altered_or_missing_rank_is_noticed_and_nothing_written(hf, tmp_path):
-    old = write_old(hf, tmp_path / "old", LAYOUTS["TP2 PP2 EP2"])
+    old = write_sharded(hf, tmp_path / "old", LAYOUTS["TP2 PP2 EP2"])
     path = old / "rank-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[8 + int.from_bytes(content[:8], "little") + 5] ^= 1  # behind the header

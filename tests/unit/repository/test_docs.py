@@ -1,5 +1,4 @@
-"""Every link from a page of the project to another of its files, and to a heading there; and every key of the
-configuration that a page names."""
+"""Links of the project's pages lead to existing files and headings, and pages name only existing configuration keys."""
 
 import re
 from pathlib import Path
@@ -17,11 +16,11 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """Return the anchors that GitHub makes for a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    shown = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
-    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in shown}
+    texts = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in texts}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -41,14 +40,9 @@ CONFIGURED = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 KEYS = {path for schema in (TrainConfig, SupervisedConfig) for path in dotted_paths(schema)}
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted(SECTIONS))})(?:\.[a-z_0-9]+)+(?![\w/(-])")
-FREE = {
-    key
-    for key in KEYS
-    if any(
-        key.endswith(name) for name in ("megatron", "sglang", "options", "evaluation", "further")
-    )
-}
-"""Tables whose keys are others' names."""
+FREE_TABLES = ("megatron", "sglang", "options", "evaluation", "further")
+FREE = {key for key in KEYS if key.endswith(FREE_TABLES)}
+"""Tables whose keys a library or the user names."""
 FILES = (".md", ".py", ".sbatch", ".yaml", ".json", ".png", ".html", ".safetensors", ".jsonl")
 
 

@@ -1,4 +1,4 @@
-"""Which Python the set-up takes, with stand-ins on a PATH; which environment it makes, keeps and refuses."""
+"""The set-up scripts: which Python they choose (stand-ins are on PATH), which environments they make or refuse."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ SCRIPT = ENVIRONMENT / "find_python.sh"
 
 @pytest.fixture
 def find(tmp_path):
-    """Runs the script with ``programs`` (name -> shell code) on PATH; its exit code, output, errors."""
+    """A function that runs find_python.sh with ``programs`` (name -> shell code) on PATH: exit code, output, errors."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for tool in ("mktemp", "rm"):
@@ -46,6 +46,7 @@ def find(tmp_path):
 
 
 def python(version: str) -> str:
+    """Return the shell code of a stand-in for Python."""
     return f"echo {version}"
 
 
@@ -109,7 +110,7 @@ def test_the_script_may_be_run():
 
 
 def pins(name: str) -> dict[str, str]:
-    """Version by package of a file in which every line is ``name==version``."""
+    """Return the version of each package in a file whose lines are ``name==version``."""
     lines = [li for li in (ENVIRONMENT / name).read_text().splitlines() if not li.startswith("#")]
     found = {}
     for requirement in map(Requirement, lines):
@@ -136,7 +137,7 @@ def test_the_gpu_pins_meet_what_the_project_asks_for():
 
 
 def test_the_lock_of_uv_is_of_the_gpu_pins():
-    """Less what only builds from source: pybind11, wheel; more by what gpu.txt leaves to a build, dev.txt, trackers."""
+    """The lock lacks two pins that only builds from source need. It adds the project and a compiled package."""
     packages = tomllib.loads((ENVIRONMENT.parents[1] / "uv.lock").read_text())["package"]
     versions = {package["name"]: package.get("version") for package in packages}
     gpu, dev = pins("gpu.txt"), pins("dev.txt") | pins("trackers.txt")
@@ -144,8 +145,8 @@ def test_the_lock_of_uv_is_of_the_gpu_pins():
     assert {name for name in gpu if name not in versions} == {"pybind11", "wheel"}
     different = {n: v for n, v in (gpu | dev).items() if n in versions and versions[n] != v}
     assert not different
-    more = versions.keys() - gpu.keys() - dev.keys()
-    assert more == {"megatron-dppo", "transformer-engine-torch"}
+    additional = versions.keys() - gpu.keys() - dev.keys()
+    assert additional == {"megatron-dppo", "transformer-engine-torch"}
     assert versions["transformer-engine-torch"] == gpu["transformer-engine"]
 
 
@@ -167,10 +168,11 @@ esac
 """
 
 
-def build_on_a_stand_in(
-    script, tmp_path, cuda, build, nvcc="echo release 13.0, V13.0.88", words=()
-):
-    """The script's run with an interpreter whose torch is of ``cuda`` beside a toolkit 13.0; the names in its texts."""
+def run_build_script(script, tmp_path, cuda, build, nvcc="echo release 13.0, V13.0.88", words=()):
+    """Run a build script with a stand-in for a Python whose torch has CUDA ``cuda``, and a toolkit of CUDA 13.0.
+
+    Return the finished process, and the paths that its output may name.
+    """
     names = {"home": tmp_path, "marker": tmp_path / "built", "asked": tmp_path / "asked"}
     python = PYTHON_FOR_GPUS.format(cuda=cuda, build=build.format(**names), **names)
     for path, text in (("python", python), ("bin/nvcc", f"#!/bin/sh\n{nvcc}\n")):
@@ -196,7 +198,7 @@ def build_on_a_stand_in(
     ],
 )
 def test_apex_is_built_from_nvidias_source(tmp_path, cuda, build, code, said):
-    run, names = build_on_a_stand_in("build_apex.sh", tmp_path, cuda, build)
+    run, names = run_build_script("build_apex.sh", tmp_path, cuda, build)
     assert run.returncode == code, run
     assert said.format(**names) in run.stdout + run.stderr
     if code == 0:
@@ -231,7 +233,7 @@ def test_transformer_engine_is_built_against_the_torch_that_is_there(
     for folder in site if headers else []:
         folder.mkdir(parents=True)
     script = "build_transformer_engine.sh"
-    run, names = build_on_a_stand_in(script, tmp_path, cuda, build)
+    run, names = run_build_script(script, tmp_path, cuda, build)
     assert run.returncode == code, run
     assert said.format(**names) in run.stdout + run.stderr
     if code == 0:
@@ -244,18 +246,18 @@ def test_transformer_engine_is_built_against_the_torch_that_is_there(
 
 
 def test_another_installer_gets_the_builds_variables(tmp_path):
-    """uv builds the same package, for which the headers of the packages that it has installed must be named."""
+    """uv builds the same package, and needs variables that name the headers of its installed packages."""
     for name in ("cudnn", "nccl"):
         (tmp_path / "nvidia" / name / "include").mkdir(parents=True)
     script = "build_transformer_engine.sh"
-    run, names = build_on_a_stand_in(script, tmp_path, "13.0", "true", words=["--variables"])
+    run, names = run_build_script(script, tmp_path, "13.0", "true", words=["--variables"])
     assert run.returncode == 0, run
     assert not names["asked"].exists()
-    shown = subprocess.run(
+    printed = subprocess.run(
         ["bash", "-c", f"{run.stdout}\nenv"],
         env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    variables = dict(line.split("=", 1) for line in shown.stdout.splitlines() if "=" in line)
+    variables = dict(line.split("=", 1) for line in printed.stdout.splitlines() if "=" in line)
     includes = [tmp_path / "nvidia" / name / "include" for name in ("cudnn", "nccl", "cu13")]
     assert variables["CPATH"] == ":".join(map(str, includes))
     assert variables["CUDA_HOME"] == str(tmp_path)
@@ -271,7 +273,7 @@ def test_the_toolkit_is_looked_for_in_one_script():
 
 @pytest.mark.parametrize("script", ["build_apex.sh", "build_transformer_engine.sh"])
 def test_a_toolkit_without_a_compiler_is_named(tmp_path, script):
-    run, _ = build_on_a_stand_in(script, tmp_path, "13.0", "true", nvcc="exit 1")
+    run, _ = run_build_script(script, tmp_path, "13.0", "true", nvcc="exit 1")
     assert (run.returncode, run.stderr.splitlines()[-1].partition("] ")[2]) == (
         1,
         f"{tmp_path} has no nvcc that answers",
@@ -283,7 +285,7 @@ STUBS = ("torch", "sglang", "transformers", "megatron/core")
 
 @pytest.fixture
 def clone(tmp_path):
-    """A clone with the scripts, without pins, and a project of one package; libraries that only import."""
+    """A clone with the scripts, empty pin files and a project of one package. Empty libraries lie beside the clone."""
     folder, stubs = tmp_path / "one", tmp_path / "stubs"
     shutil.copytree(ENVIRONMENT, folder / "tools" / "environment")
     for name in ("cpu.txt", "gpu.txt", "dev.txt"):
@@ -300,14 +302,14 @@ def clone(tmp_path):
         (stubs / name).mkdir(parents=True)
         (stubs / name / "__init__.py").touch()
     site = Path(sysconfig.get_path("purelib"))
-    # from Python 3.12 on the library has no distutils: setuptools brings its own by this hook
+    # Python's standard library has no distutils from 3.12 on. setuptools provides it through this hook.
     for path in (*site.glob("setuptools*"), site / "_distutils_hack"):
         (stubs / path.name).symlink_to(path)
     return folder
 
 
 def set_up(folder, *words, **environment):
-    """Exit code, output and errors of the set-up in a clone."""
+    """Run the set-up in a clone. Return its exit code, output and errors."""
     base = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
     base |= {"PYTHON": sys.executable, "PYTHONPATH": str(folder.parent / "stubs")}
     base |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
@@ -329,7 +331,7 @@ def where_the_project_is(folder):
 
 
 def scripts_of(folder):
-    """What the environment's own scripts say; its compiled files and links apart."""
+    """Return the text of all scripts of the environment. Links to programs are left out."""
     paths = [*(folder / ".venv" / "bin").iterdir(), folder / ".venv" / "pyvenv.cfg"]
     return "\n".join(path.read_text() for path in paths if not path.is_symlink())
 
@@ -340,9 +342,8 @@ def test_a_clone_that_was_moved_or_copied_runs_its_own_code(clone):
     assert set_up(clone) == (0, "", "")
     moved, copy = clone.with_name("two"), clone.with_name("th&ree")
     clone.rename(moved)
-    subprocess.run(
-        ["cp", "-al", moved, copy], check=True
-    )  # of hard links, as the quickest copies are
+    # The quickest copies consist of hard links.
+    subprocess.run(["cp", "-al", moved, copy], check=True)
     for folder in (moved, copy):
         code, said, errors = set_up(folder)
         assert code == 0, said + errors
@@ -350,16 +351,14 @@ def test_a_clone_that_was_moved_or_copied_runs_its_own_code(clone):
         assert "pinned packages" not in said
         assert where_the_project_is(folder) == folder
         assert str(clone) not in scripts_of(folder)
-        assert f'VIRTUAL_ENV="{folder}/.venv"' in scripts_of(
-            folder
-        ) or f"{folder}/.venv" in scripts_of(folder)
+        assert f"{folder}/.venv" in scripts_of(folder)
         assert set_up(folder) == (0, "", "")
     assert where_the_project_is(moved) == moved
     assert str(copy) not in scripts_of(moved)
 
 
-def stamp(folder, kind, pins="other"):
-    """An environment that the set-up made from other pins, or from these."""
+def write_stamp(folder, kind, pins="other"):
+    """Write the write_stamp of an environment that the set-up made from ``pins``."""
     (folder / ".venv").mkdir()
     (folder / ".venv" / ".installed").write_text(f"kind={kind}\nplace={folder}\npins={pins}\n")
 
@@ -379,7 +378,7 @@ def stamp(folder, kind, pins="other"):
 )
 def test_nothing_is_installed_over_another_environment(clone, there, words, line):
     if there:
-        stamp(clone, there)
+        write_stamp(clone, there)
     else:
         (clone / ".venv" / "bin").mkdir(parents=True)
     before = sorted((clone / ".venv").rglob("*"))
@@ -395,7 +394,9 @@ def test_the_environment_for_gpus_is_used_as_it_is(clone):
     parts = [clone / "tools/environment" / name for name in named]
     parts += [clone / "pyproject.toml"]
     parts += [clone / "tools/environment" / name for name in ("setup.sh", "find_python.sh")]
-    stamp(clone, "gpu", hashlib.sha256(b"\n" + b"".join(p.read_bytes() for p in parts)).hexdigest())
+    write_stamp(
+        clone, "gpu", hashlib.sha256(b"\n" + b"".join(p.read_bytes() for p in parts)).hexdigest()
+    )
     assert set_up(clone) == (0, "", "")
     assert set_up(clone, "gpu") == (0, "", "")
 
@@ -406,14 +407,14 @@ def test_the_environment_for_gpus_takes_its_one_python(find):
 
 
 def test_gpu_makes_the_environment_for_gpus(clone):
-    """In order: its pins, the checks', the project, Transformer Engine; by stand-ins that write down what they do."""
+    """The set-up installs GPU pins, development pins, the project, Transformer Engine. Stand-ins record the calls."""
     calls = clone / "calls"
-    records = f'#!/bin/sh\necho "$@" >> {calls}\n'
-    makes = 'mkdir .venv/bin; cp "$0" .venv/bin/python'
+    record_call = f'#!/bin/sh\necho "$@" >> {calls}\n'
+    make_venv = 'mkdir .venv/bin; cp "$0" .venv/bin/python'
     programs = {
         "tools/environment/build_transformer_engine.sh": f"#!/bin/sh\necho builds >> {calls}\n",
         "df": "#!/bin/sh\necho x; echo x x x 99999\n",
-        "python": f'{records}case "$*" in -c*version_info*) echo 3.12;; "-m venv "*) {makes};; esac\n',
+        "python": f'{record_call}case "$*" in -c*version_info*) echo 3.12;; "-m venv "*) {make_venv};; esac\n',
     }
     for name, text in programs.items():
         (clone / name).write_text(text)
@@ -435,9 +436,9 @@ def test_gpu_makes_the_environment_for_gpus(clone):
 
 @pytest.fixture
 def wheels(clone):
-    """A torch wheel, which is no wheel, in a folder of its own; the CPU pins ask for it."""
+    """A function that makes a folder with a file in place of the torch wheel that the CPU pins require."""
     (clone / "tools" / "environment" / "cpu.txt").write_text("torch==2.13.0\n")
-    stamp(clone, "cpu")
+    write_stamp(clone, "cpu")
     (clone / ".venv" / "bin").mkdir()
     python = clone / ".venv" / "bin" / "python"
     installs = 'case "$*" in *" install "*) echo installs: "$@"; exit 1;; esac'

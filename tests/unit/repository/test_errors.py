@@ -20,19 +20,20 @@ def is_exception(name):
 
 
 def exceptions_of_the_package():
-    """Names of the bases of each public class that is an exception, by its name."""
+    """Return the names of the bases of each public exception class, by the name of the class."""
     bases = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 bases.setdefault(node.name, []).append([ast.unparse(base) for base in node.bases])
     found, before = set(), None
+    # A subclass may be read before its base, so repeat until nothing is added.
     while found != before:
         before = set(found)
         found |= {
             name
-            for name, every in bases.items()
-            for base in chain.from_iterable(every)
+            for name, base_lists in bases.items()
+            for base in chain.from_iterable(base_lists)
             if is_exception(base) or base in found
         }
     public = sorted(name for name in found if not name.startswith("_"))
@@ -41,13 +42,13 @@ def exceptions_of_the_package():
 
 
 def drawn_parents():
-    """The class above each in the drawing; None for the root."""
-    parents, above = {}, {}
+    """Return the parent of each class in the drawing; None for the root."""
+    parents, class_at_depth = {}, {}
     for line in re.findall(r"^ {4,}[A-Z]\w+.*$", TREE, re.MULTILINE):
         depth = len(line) - len(line.lstrip())
         name = line.split()[0]
-        parents[name] = above.get(depth - 2)
-        above[depth] = name
+        parents[name] = class_at_depth.get(depth - 2)
+        class_at_depth[depth] = name
     return parents
 
 

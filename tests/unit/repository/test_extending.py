@@ -36,11 +36,11 @@ class Walk:
 
     @property
     def files(self) -> list[str]:
-        """The files that it has its reader make or change, in order."""
+        """The files that the reader makes or changes, in order."""
         return [match["file"] for match in INSTRUCTION.finditer(self.text)]
 
     def follow(self, folder: Path) -> None:
-        """Do in ``folder`` what it says."""
+        """Carry out the section's instructions in ``folder``."""
         for step in INSTRUCTION.finditer(self.text):
             path = folder / step["file"]
             if step["what"] == "New file":
@@ -55,13 +55,13 @@ class Walk:
                 path.write_text(before + kept + step["block"] + after)
 
     def checks(self) -> list[list[str]]:
-        """Its commands, as words."""
+        """Return the section's commands, each as a list of words."""
         lines = [line for block in CHECK.findall(self.text) for line in block.splitlines()]
         return [shlex.split(line) for line in lines]
 
 
 def walks() -> list[Walk]:
-    """The sections that change something."""
+    """Return the sections that change files."""
     parts = GUIDE.split("\n## ")[1:]
     found = [Walk(part.split("\n")[0], part) for part in parts]
     return [walk for walk in found if walk.files]
@@ -93,7 +93,7 @@ def material(tmp_path_factory):
 
 @pytest.mark.parametrize("walk", walks(), ids=lambda walk: walk.title)
 def test_the_walk_leads_there(walk, material, tmp_path):
-    # With the compiled files: each command would compile the package again.
+    # Copy the compiled files, too. Otherwise each command would compile the package again.
     for folder in ("megatron_dppo", "tools", "tests", MODEL_CONFIGS):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for name in ("CONFIG.yaml", "solutions.jsonl"):
@@ -108,14 +108,14 @@ def test_the_walk_leads_there(walk, material, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("walk", walks(), ids=lambda walk: walk.title)
 def test_the_check_fails_without_the_walk(walk, material, tmp_path):
-    """Else it would prove nothing."""
+    """A check that passes without the walk would prove nothing."""
     shutil.copy(material / "CONFIG.yaml", tmp_path / "CONFIG.yaml")
     shutil.copytree(ROOT / MODEL_CONFIGS, tmp_path / MODEL_CONFIGS)
     assert _run(walk.checks()[0], tmp_path).returncode != 0
 
 
 def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """A command of the guide, with the package that lies in ``folder``, or else this one."""
+    """Run a command of the guide with the package in ``folder``, or with this one if ``folder`` has none."""
     path = os.pathsep.join([str(folder), str(ROOT)])
     programs = {
         "python": [sys.executable],
@@ -126,7 +126,7 @@ def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 MOST_FILES = {"An algorithm": 2, "A reward": 1, "A model family": 1}
-"""By the walk's first words: an algorithm is a function and a row, the others in one file."""
+"""First words of a walk's title -> number of files. An algorithm is a function and a row; the others need one file."""
 
 
 @pytest.mark.parametrize("subject", MOST_FILES)

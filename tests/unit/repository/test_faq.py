@@ -1,4 +1,4 @@
-"""docs/faq.md quotes lines that the code can really write."""
+"""docs/faq.md quotes only lines that the code can write."""
 
 import ast
 import re
@@ -13,13 +13,13 @@ SHORTEST = 9
 
 
 def quoted_lines() -> list[str]:
-    """The quoted lines of ours: those before the section on the libraries."""
+    """Return the quoted lines of this project, which precede the section on the libraries."""
     own = (ROOT / "docs" / "faq.md").read_text().split("## From the libraries")[0]
     return [line[4:] for line in own.splitlines() if line.startswith("    ")]
 
 
 def patterns() -> list[re.Pattern[str]]:
-    """A regular expression for every line of text in the package, with anything for what is filled in."""
+    """Return a regular expression for every line of text in the package. Placeholders match anything."""
     found = []
     for path in (ROOT / "megatron_dppo").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -31,7 +31,7 @@ def patterns() -> list[re.Pattern[str]]:
 
 
 def template_of(node: ast.AST) -> str:
-    """A string's text with ``%s`` for what is filled in; empty where the node is no string."""
+    """Return a string's text with ``%s`` for each inserted value; empty if the node is no string."""
     if isinstance(node, ast.JoinedStr):
         return "".join(template_of(v) if isinstance(v, ast.Constant) else "%s" for v in node.values)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -43,7 +43,7 @@ PATTERNS = patterns()
 
 
 def fixed_share(text: str) -> float:
-    """Share of its characters that are fixed text of patterns which are all in it."""
+    """Return the share of the characters of ``text`` that match the fixed text of a pattern."""
     is_fixed = [False] * len(text)
     for pattern in PATTERNS:
         for match in pattern.finditer(text):
@@ -61,5 +61,5 @@ def test_the_code_can_write_the_line(line):
 
 def test_a_line_that_nobody_writes_is_noticed():
     assert fixed_share("a zebra sings in key 17") == 0
-    # Half of it was written once.
+    # The code writes only a part of this line.
     assert fixed_share("409: another call of this session waits, expected one at a time") < 0.4

@@ -20,22 +20,22 @@ def test_a_point_has_the_cases_that_a_start_reaches():
     assert {(c.point, c.kind, c.occurrence) for c in cases} == {
         ("write/a", "kill", 1),
         ("write/a", "kill", 3),
-        # Where nothing is written, a torn write is a kill.
         ("write/a", "torn", 1),
         ("write/a", "torn", 3),
+        # This point has no torn case: nothing is written, so a torn write would equal a kill.
         ("rename/a", "kill", 1),
-        # A later beat of the lease may not come.
+        # This point has no later occurrence: the beat follows the clock, so it may not come.
         ("lease/a.beat", "kill", 1),
     }
 
 
 class Starts:
-    """Starts of a run of three steps, each of which ends at the failure, or ends the run."""
+    """Stand-in for starts of a run of three steps. A start ends at its failure, or ends the run."""
 
     def __init__(self, broken: str = "") -> None:
-        self.broken = broken
+        self.broken_point = broken
         self.steps: Counter[Path] = Counter()
-        self.spoiled: set[Path] = set()
+        self.spoiled_directories: set[Path] = set()
 
     def fail(self, config: Path, chain: Chain, cases: list[Case]) -> bool:
         (case,) = cases
@@ -43,13 +43,13 @@ class Starts:
         if self.steps[chain.directory] > 3:
             chain.has_ended = True
             return False
-        if case.point == self.broken:
-            self.spoiled.add(chain.directory)
+        if case.point == self.broken_point:
+            self.spoiled_directories.add(chain.directory)
         chain.results.append(Result(case, -9, []))
         return True
 
     def finish(self, config: Path, chain: Chain, calm: dict[str, object]) -> None:
-        if chain.directory in self.spoiled:
+        if chain.directory in self.spoiled_directories:
             chain.faults.append("export differs")
 
 
@@ -64,12 +64,12 @@ def test_cases_follow_each_other_and_the_one_at_fault_is_found(tmp_path, monkeyp
     assert sorted(r.case.plan for r in runner.results) == sorted(case.plan for case in cases)
     failed = {result.case.point for result in runner.results if result.faults}
     assert failed == ({broken} if broken else set())
-    # Each start that was not the first of a chain has saved one from step 0.
+    # Cases of a chain share a run directory, so that later cases need no start at step 0.
     assert len(starts.steps) < len(cases) or broken
 
 
 def test_processes_of_a_run_have_one_kind():
-    shown = {
+    examples = {
         "rank": ("rank1", "python -m megatron_dppo.system.fork_server 5 megatron_dppo.train"),
         "server": ("python", "python -m megatron_dppo.engine.launch_server --config c.yaml"),
         "scheduler": ("sglang::schedul", "python -m megatron_dppo.engine.launch_server --config c"),
@@ -78,7 +78,7 @@ def test_processes_of_a_run_have_one_kind():
         "worker": ("python", "python -m megatron_dppo.rewards.verifier 7"),
         "parser": ("python", "python -m megatron_dppo.engine.answer_parsing 7"),
     }
-    for kind, (name, command) in shown.items():
+    for kind, (name, command) in examples.items():
         kinds = [k for k, is_of_kind in chaos.KINDS.items() if is_of_kind(name, command)]
         assert kinds == [kind]
     fork_server = "python -m megatron_dppo.system.fork_server 5 megatron_dppo.engine.sglang_cpu"

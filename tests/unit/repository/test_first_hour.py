@@ -1,4 +1,4 @@
-"""docs/first_hour.md: every command on it is one, and takes what the page gives it."""
+"""docs/first_hour.md: every command on the page exists, and accepts the words that the page gives it."""
 
 import argparse
 import json
@@ -23,23 +23,24 @@ BLOCK = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINES = [line for block in BLOCK.findall(PAGE) for line in block.splitlines()]
 LINES += re.findall(r"`([^`\n]+)`", BLOCK.sub("", PAGE))
 WORDS = [shlex.split(line, comments=True) for line in LINES]
-OURS = [words[1:] for words in WORDS if len(words) > 1 and words[0].endswith("megatron-dppo")]
-TRAINED = [words for words in OURS if words[0] == "train"]
-CHECKED = [words for words in TRAINED if "--check" in words]
+COMMANDS = [words[1:] for words in WORDS if len(words) > 1 and words[0].endswith("megatron-dppo")]
+TRAIN_COMMANDS = [words for words in COMMANDS if words[0] == "train"]
+CHECK_COMMANDS = [words for words in TRAIN_COMMANDS if "--check" in words]
 
 
 class ParsedError(Exception):
-    """The command took its words."""
+    """The command accepted its words."""
 
 
 def test_the_page_is_read():
-    assert {words[0] for words in OURS} <= set(plugins.find_plugins(plugins.COMMANDS))
-    assert (len(OURS) > 20, len(CHECKED)) == (True, 10)
+    assert {words[0] for words in COMMANDS} <= set(plugins.find_plugins(plugins.COMMANDS))
+    assert len(COMMANDS) > 20
+    assert len(CHECK_COMMANDS) == 10
 
 
-@pytest.mark.parametrize("words", OURS, ids=" ".join)
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_command_takes_its_words(words, monkeypatch):
-    def ending(parse):
+    def ending_after(parse):
         def parse_and_end(*arguments):
             parse(*arguments)
             raise ParsedError
@@ -48,12 +49,12 @@ def test_every_command_takes_its_words(words, monkeypatch):
 
     for name in ("parse_args", "parse_intermixed_args"):
         parse = getattr(argparse.ArgumentParser, name)
-        monkeypatch.setattr(argparse.ArgumentParser, name, ending(parse))
+        monkeypatch.setattr(argparse.ArgumentParser, name, ending_after(parse))
     with pytest.raises(ParsedError):
         main(words)
 
 
-@pytest.mark.parametrize("words", TRAINED, ids=" ".join)
+@pytest.mark.parametrize("words", TRAIN_COMMANDS, ids=" ".join)
 def test_every_key_is_one(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     config = str(write_config(tmp_path, minimal(tmp_path)))
@@ -90,17 +91,18 @@ AGENT = "async def agent(problem, session):\n    return 1.0\n"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With all that the page's placeholders stand for."""
+    """A folder with all files that the page's placeholders stand for."""
     folder = tmp_path_factory.mktemp("hour")
     save_tiny_model(folder / "CHECKPOINT", max_position_embeddings=32768)
-    for name, text in {
+    files = {
         "my_rewards.py": REWARD,
         "my_environment.py": ENVIRONMENT,
         "my_agent.py": AGENT,
         "train.jsonl": "".join(
             json.dumps({"prompt": f"1+{i}", "answer": f"{1 + i}"}) + "\n" for i in range(8)
         ),
-    }.items():
+    }
+    for name, text in files.items():
         (folder / name).write_text(text)
     generated = ["generate", "arc_1d", "--count", "8", "--out", str(folder / "FILE.jsonl")]
     assert main(["data", *generated]) == 0
@@ -112,7 +114,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", CHECKED, ids=" ".join)
+@pytest.mark.parametrize("words", CHECK_COMMANDS, ids=" ".join)
 def test_every_check_of_a_task_is_passed(words, folder):
     script = Path(sys.executable).with_name("megatron-dppo")
     done = run_patiently(

@@ -1,4 +1,4 @@
-"""`fresh.sh` with a small tree in Debian's place: what runs inside, how it ends; CI's use of it."""
+"""`fresh.sh` with a small tree in place of Debian: commands inside it and their end; CI's use of the script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and namespaces ar
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some programs with their libraries, as far as a command needs them."""
+    """A root folder with some programs and the libraries that they load."""
     root = tmp_path_factory.mktemp("tree")
     for folder in ("bin", "proc", "sys", "dev", "root", "tmp"):
         (root / folder).mkdir()
@@ -51,27 +51,27 @@ class Machine:
             subprocess.run([*GIT, *words], cwd=self.repository, check=True)
         self.programs = folder / "bin"
         self.programs.mkdir()
-        self.program("debootstrap", f'echo "$@" >> {folder}/calls; cp -a {tree} "$4"')
-        self.program("apt-get", "exit 0")
+        self.write_program("debootstrap", f'echo "$@" >> {folder}/calls; cp -a {tree} "$4"')
+        self.write_program("apt-get", "exit 0")
         self.calls = folder / "calls"
         self.runs = folder / "cache" / "megatron_dppo" / "fresh" / "runs"
         path = f"{self.programs}:{os.environ['PATH']}"
         self.environment = os.environ | {"PATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
 
-    def program(self, name: str, code: str) -> None:
+    def write_program(self, name: str, code: str) -> None:
         (self.programs / name).write_text(f"#!/bin/bash\n{code}\n")
         (self.programs / name).chmod(0o755)
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        # a shell can't trap what was ignored when it began: SIGHUP, under nohup
+        # A shell can't trap a signal that was ignored at its start, as nohup ignores SIGHUP. So reset it.
         return subprocess.Popen(
             ["env", "--default-signal=HUP", "tools/environment/fresh.sh", *words],
             cwd=self.repository, env=self.environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True,
         )  # fmt: skip
 
     def run(self, *words: str, given: str = "") -> tuple[int, str, str]:
-        """Exit code, output and what it said."""
+        """Run the script with ``given`` as its input. Return its exit code, output and error output."""
         process = self.start(*words)
         output, said = process.communicate(given)
         return process.returncode, output, said
@@ -88,15 +88,17 @@ def test_a_command_runs_in_a_clean_clone_and_leaves_nothing(machine, tmp_path):
     (tmp_path / "wheels").mkdir()
     machine.environment["PIP_FIND_LINKS"] = str(tmp_path / "wheels")
     machine.environment["SECRET"] = "not carried"
-    code = "cat; ls; ls /root; ls -d $PIP_FIND_LINKS; echo $$ $SECRET $HOME; (sleep 1000 &); exit 7"
-    code, output, said = machine.run("bash", "-c", code, given="given\n")
+    script = (
+        "cat; ls; ls /root; ls -d $PIP_FIND_LINKS; echo $$ $SECRET $HOME; (sleep 1000 &); exit 7"
+    )
+    code, output, said = machine.run("bash", "-c", script, given="given\n")
     assert code == 7, said
     given, *files, wheels, last = output.splitlines()
     assert given == "given"
     assert files == ["committed", "tools", "megatron_dppo"]
     assert wheels == str(tmp_path / "wheels")
     number, home = last.split()
-    assert int(number) < 50  # of a process namespace of its own
+    assert int(number) < 50  # the command has its own process namespace
     assert home == "/root"
     assert "1 files are not committed and left out" in said
     assert list(machine.runs.iterdir()) == []
@@ -134,13 +136,14 @@ def test_what_a_killed_call_leaves_ends_and_is_removed_by_the_next(machine):
     assert process.stdout.readline() == "up\n"
     process.kill()
     process.wait()
-    assert happens(lambda: "54321" not in "".join(map(command_line, Path("/proc").glob("[0-9]*"))))
+    assert happens(lambda: "54321" not in map(sleep_argument, Path("/proc").glob("[0-9]*")))
     assert len(list(machine.runs.iterdir())) == 1
     assert machine.run("true")[0] == 0
     assert list(machine.runs.iterdir()) == []
 
 
-def command_line(process: Path) -> str:
+def sleep_argument(process: Path) -> str:
+    """Return the argument of a ``sleep`` with this folder in /proc; empty for other processes."""
     try:
         words = (process / "cmdline").read_bytes().split(b"\0")
     except OSError:  # it ended
@@ -157,7 +160,7 @@ def test_kept_files_stay_where_it_says(machine):
 
 @as_root
 def test_without_a_tree_it_says_why(machine):
-    machine.program("debootstrap", "echo E: no mirror; exit 1")
+    machine.write_program("debootstrap", "echo E: no mirror; exit 1")
     code, output, said = machine.run("true")
     assert (code, output) == (77, "")
     assert "E: no mirror" in said
@@ -165,7 +168,7 @@ def test_without_a_tree_it_says_why(machine):
 
 
 def test_who_is_not_root_is_told_so(machine):
-    machine.program("id", "echo 1000")
+    machine.write_program("id", "echo 1000")
     assert machine.run("true") == (
         77,
         "",
@@ -181,7 +184,7 @@ def test_a_python_that_no_release_has_is_refused(machine):
 
 @pytest.fixture
 def ci(tmp_path: Path) -> Path:
-    """A clone with CI's script and stand-ins for what it runs; each writes its name and CI's variables."""
+    """A clone with CI's script, and stand-ins for the programs that it runs. Each records its name and arguments."""
     for name in (
         "tools/environment/fresh.sh",
         "tools/slurm_cluster/install.sh",
@@ -198,8 +201,9 @@ def ci(tmp_path: Path) -> Path:
 
 
 def run_ci(folder: Path, **variables: str) -> tuple[str, list[str]]:
-    ours = ("MEGATRON_DPPO_FRESH", "CI_BEGAN")  # of the CI that runs this test
-    environment = {k: v for k, v in os.environ.items() if k not in ours}
+    # A CI that runs this test has set these variables.
+    outer_variables = ("MEGATRON_DPPO_FRESH", "CI_BEGAN")
+    environment = {k: v for k, v in os.environ.items() if k not in outer_variables}
     environment |= {"PATH": f"{folder}/bin:{os.environ['PATH']}"} | variables
     done = subprocess.run(
         [folder / ".ci" / "run"],
@@ -223,8 +227,8 @@ def test_ci_goes_to_a_fresh_machine_with_its_clock(ci):
 
 def test_ci_runs_here_where_there_is_none(ci):
     (ci / "tools" / "environment" / "fresh.sh").write_text("#!/bin/bash\nexit 77\n")
-    told, calls = run_ci(ci)
-    assert "not on a fresh machine" in told
+    output, calls = run_ci(ci)
+    assert "not on a fresh machine" in output
     assert calls == [
         "install.sh ",
         "make test",
@@ -235,10 +239,10 @@ def test_ci_runs_here_where_there_is_none(ci):
 @pytest.mark.parametrize(("earlier_s", "slow"), [(800, True), (1000, False)])
 def test_the_slow_tests_are_run_where_time_is_left(ci, earlier_s, slow):
     began = str(int(time.time()) - earlier_s)
-    told, calls = run_ci(ci, MEGATRON_DPPO_FRESH="1", CI_BEGAN=began)
+    output, calls = run_ci(ci, MEGATRON_DPPO_FRESH="1", CI_BEGAN=began)
     assert [call.split()[0] for call in calls] == [
         "install.sh",
         "make",
         *(["python"] if slow else []),
     ]
-    assert ("the slow tests were left out" in told) == (not slow)
+    assert ("the slow tests were left out" in output) == (not slow)

@@ -1,4 +1,4 @@
-"""What ``make mutants`` tries: modules and tests that are there, functions that really run changed."""
+"""``make mutants``: its target modules and tests exist, and it empties the caches of mutated functions."""
 
 import functools
 import sys
@@ -21,18 +21,18 @@ def test_every_target_and_its_tests_are_there():
 
 
 @functools.cache
-def squared(x: int) -> int:
+def square(x: int) -> int:
     return x * x
 
 
 @functools.lru_cache(maxsize=2)
-def halved(x: int) -> int:
+def halve(x: int) -> int:
     return x // 2
 
 
 def test_cached_answers_of_the_mutated_files_are_forgotten():
-    squared(3), halved(4)
+    square(3), halve(4)
     forget_answers(["another.py"])
-    assert (squared.cache_info().currsize, halved.cache_info().currsize) == (1, 1)
+    assert (square.cache_info().currsize, halve.cache_info().currsize) == (1, 1)
     forget_answers([__file__])
-    assert (squared.cache_info().currsize, halved.cache_info().currsize) == (0, 0)
+    assert (square.cache_info().currsize, halve.cache_info().currsize) == (0, 0)

@@ -1,4 +1,4 @@
-"""The published batch scripts: short, alike, and asking for the nodes that their recipes fill."""
+"""The published batch scripts are short and alike, and request the nodes that their recipes fill."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_it_asks_for_what_its_recipe_fills_and_ends_in_the_supervisor(path):
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert lines == ["set -euo pipefail", END % path.stem]
     for wanted in ("##SBATCH --account=", "##SBATCH --partition=", "# export MEGATRON_DPPO_SITE="):
-        assert f"\n{wanted}" in text  # to be put in by whoever needs it
+        assert f"\n{wanted}" in text  # users who need this line uncomment it
     config = load_config(ROOT / "examples" / "recipes" / f"{path.stem}.yaml")
     roles = Roles.of(config.parallel.world_size, ServerSections.needed_by(config))
     nodes, gpus = int(options["nodes"]), int(options["gpus-per-node"])

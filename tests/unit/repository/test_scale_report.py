@@ -1,4 +1,4 @@
-"""The report at the recipes' sizes: its published page is fresh, and its figures are those worked by hand."""
+"""The report at the recipes' sizes: its published page is current, and its figures equal those computed by hand."""
 
 import json
 import subprocess
@@ -32,14 +32,14 @@ def cells(report: str, quantity: str) -> dict[str, str]:
 
 
 def test_the_published_page_is_the_reports():
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "tools/scale_report.py"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    fresh = told.stdout == (ROOT / "docs" / "evidence" / "scale.md").read_text()
+    fresh = printed.stdout == (ROOT / "docs" / "evidence" / "scale.md").read_text()
     assert fresh, "run: python tools/scale_report.py --write"
 
 
@@ -57,7 +57,7 @@ def test_weight_updates_and_checkpoints_are_worked_by_hand(report):
     parameters = 30.5321e9
     assert cells(report, "bytes to each engine GPU")["30B-A3B"] == f"{2 * parameters / 1e9:.1f} GB"
     assert cells(report, "lower bound")["30B-A3B"] == f"{2 * parameters / 50e9:.1f} s"  # 400 Gbit/s
-    nodes = 2  # of the four, that serve and don't train
+    nodes = 2  # two of the four nodes serve and don't train
     assert (
         cells(report, "between nodes, at least")["30B-A3B"]
         == f"{2 * parameters * nodes / 1e9:.1f} GB"
@@ -90,7 +90,7 @@ def test_another_form_is_refused_by_name(tmp_path):
 
 
 def test_published_runs_are_cited_and_the_planner_is_near_those_that_train_by_reinforcement():
-    """Its shares of the peak and of the memory's rate were set by them."""
+    """The planner's shares of the peak and of the memory's rate were fitted to the runs that train by reinforcement."""
     runs = published_runs()
     assert len(runs) >= 10
     assert all(run.source.startswith("https://") for run in runs)
@@ -98,7 +98,7 @@ def test_published_runs_are_cited_and_the_planner_is_near_those_that_train_by_re
     near = [run for run in steps if 0.8 <= run.ratio <= 1.2]
     assert len(near) >= len(steps) - 2
     assert sorted(run.ratio for run in steps)[len(steps) // 2] == pytest.approx(1, abs=0.05)
-    # Megatron-Core's count of a token of 4,096: 23.1 GFLOP
+    # Megatron-Core's count for a token of a sequence of 4,096: 23.1 GFLOP.
     pretraining = next(run for run in runs if "AutoModel" in run.name)
     flops = 3 * 6.083e9 + 3.5 * 393_216 * 4096
     seconds = pretraining.plan.seconds.trainer

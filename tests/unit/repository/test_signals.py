@@ -1,4 +1,4 @@
-"""Signals that end a program: what waits for a block's end, and what the owner of a test cluster raises."""
+"""Signals that end a program wait for the end of a block, and the owner of a test cluster raises Interrupted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.slurm_cluster.signals import Interrupted, raise_interrupted
 
 @pytest.fixture
 def handlers():
-    """The usual ones, whatever this process was started to ignore; its own are put back afterwards."""
+    """Set the default handlers, even for signals that this process ignores. Restore its handlers afterwards."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     yield
@@ -63,16 +63,16 @@ def test_one_from_another_process_waits_too_and_spares_what_the_block_started(
         "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
         "os.kill(os.getppid(), signal.SIGINT); open('done', 'w').close()"
     )
-    after, before = tmp_path / "after", signal.getsignal(signal.SIGINT)
+    marker, handler = tmp_path / "after", signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(signal, "raise_signal", raised.append)
     with held_back():
         subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
-        after.touch()
+        marker.touch()
     assert (tmp_path / "done").exists()
-    assert after.exists()
+    assert marker.exists()
     assert raised == [signal.SIGINT]
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    assert signal.getsignal(signal.SIGINT) == before
+    assert signal.getsignal(signal.SIGINT) == handler
 
 
 def test_what_is_ignored_is_ignored_in_the_block_too(handlers):

@@ -1,6 +1,6 @@
 """The documentation as a site, built by the real mkdocs with links checked; and the notebook, run by a real kernel.
 
-The fast test of the notebook gives it a finished run, which it only draws; the slow one has it run the demo, one step.
+In the fast test the notebook only draws a finished run. In the slow test it runs one step of the demo.
 """
 
 import json
@@ -58,7 +58,7 @@ LINK = r"\[[^\]]*\]\([^)]*\)"
 
 
 def test_a_page_that_is_named_in_prose_is_a_link():
-    """Code names pages as files, and so does a page that says how it is written."""
+    """Code may name a page as a file, and a page may name itself."""
     for path in PAGES:
         text = re.sub(CODE, "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
         named = re.findall(r"\bdocs/(?:\w+/)*(\w+\.md)\b", re.sub(LINK, "", text))
@@ -95,9 +95,9 @@ print(json.dumps([[list(o.get("data", {})), o.get("text", "")] for o in outputs]
 """
 
 
-def executed(folder: Path, seconds: float, **variables: str) -> list[tuple[list[str], str]]:
-    """Kinds and text of each output of the notebook, whose kernel starts where Jupyter starts it: in the notebook's own
-    folder of the clone, which is ``folder``."""
+def execute_notebook(folder: Path, seconds: float, **variables: str) -> list[tuple[list[str], str]]:
+    """Execute the notebook, and return the kinds and the text of each output. The kernel starts where Jupyter starts it,
+    in the notebook's folder of the clone ``folder``."""
     start = folder / NOTEBOOK.parent.relative_to(ROOT)
     start.mkdir(parents=True)
     kernels = folder / "jupyter" / "kernels" / "python3"
@@ -124,7 +124,7 @@ def test_the_notebook_draws_a_run(tmp_path):
     write_run(tmp_path / "run", 4)
     write_report(tmp_path / "run")
     (tmp_path / "run" / "summary.json").write_text("{}")
-    outputs = executed(tmp_path, 200, DEMO_RUN="run")
+    outputs = execute_notebook(tmp_path, 200, DEMO_RUN="run")
     assert sum("image/png" in kinds for kinds, _ in outputs) == 2
     assert any("sample of training, step 2" in text for _, text in outputs)
 
@@ -132,7 +132,7 @@ def test_the_notebook_draws_a_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_notebook_runs_the_demo(tmp_path):
-    """Its cell, one small step of it, from a model that is not warmed up; the export goes to a hub."""
+    """The notebook's cell runs one small step from a model that is not warmed up, and sends the export to a hub."""
     material = tmp_path / ROOT_OF_MATERIAL / "seed-1"
     material.mkdir(parents=True)
     make_data(material, 1)
@@ -144,7 +144,7 @@ def test_the_notebook_runs_the_demo(tmp_path):
         *("evaluation.samples_per_prompt=1", "checkpoint.upload=me/sums"),
     ]
     with small_hub() as hub:
-        outputs = executed(
+        outputs = execute_notebook(
             tmp_path, 1500, DEMO_OVERRIDES=" ".join(overrides), HF_ENDPOINT=hub.url,
             HF_TOKEN="hf_x", HF_HUB_DISABLE_XET="1",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A machine without Slurm, as a PATH that holds nothing but some tools: what is asked for, installed, skipped."""
+"""A machine without Slurm, emulated by a PATH with a few tools: missing programs, their installation, skipped tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UPDATE, FETCH = (
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder on PATH: ``ip`` and the like are there, Slurm is not."""
+    """The only folder on PATH. It has ``ip`` and other tools, but not Slurm."""
     path = tmp_path / "bin"
     path.mkdir()
     for tool in ("bash", "paste", "env", "cat", "chmod", "git"):
@@ -43,29 +43,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             next(p for p in (Path("/bin"), Path("/usr/bin")) if (p / tool).exists()) / tool
         )
     for name in BESIDE_SLURM:
-        make(path, name)
+        write_program(path, name)
     monkeypatch.setenv("PATH", str(path))
     monkeypatch.setenv("DAEMON_FOLDERS", "")
     monkeypatch.delenv("CI", raising=False)
     return path
 
 
-def make(folder: Path, name: str, code: str = "") -> None:
-    """A program that does ``code``."""
+def write_program(folder: Path, name: str, code: str = "") -> None:
+    """Write a program that runs ``code``."""
     (folder / name).write_text(f"#!/bin/bash\n{code}\n")
     (folder / name).chmod(0o755)
 
 
 def fake_apt(folder: Path, installs: list[str]) -> None:
-    """``apt-get`` and ``id -u`` as root's; it records its calls, and ``install`` makes programs."""
-    make(folder, "id", "echo 0")
-    made = "".join(
+    """Write an ``id`` of root, and an ``apt-get`` that records its calls and whose ``install`` makes programs."""
+    write_program(folder, "id", "echo 0")
+    make_programs = "".join(
         f'printf "#!/bin/bash\\n" > {folder}/{name}; chmod +x {folder}/{name};' for name in installs
     )
-    make(
+    write_program(
         folder,
         "apt-get",
-        f'echo "$@" >> {folder}/calls; case "$*" in *" install "*) {made} :;; esac',
+        f'echo "$@" >> {folder}/calls; case "$*" in *" install "*) {make_programs} :;; esac',
     )
 
 
@@ -84,7 +84,7 @@ def test_slurm_is_installed_where_ip_is_there_already(folder):
 @pytest.mark.parametrize("absent", [*PROGRAMS, *BESIDE_SLURM])
 def test_each_program_is_asked_for_by_itself(folder, absent):
     for name in PROGRAMS:
-        make(folder, name)
+        write_program(folder, name)
     fake_apt(folder, [absent])
     (folder / absent).unlink()
     assert f"(no {absent})" in str(what_is_missing())
@@ -94,7 +94,7 @@ def test_each_program_is_asked_for_by_itself(folder, absent):
 
 def test_where_all_are_there_nothing_is_installed(folder):
     for name in PROGRAMS:
-        make(folder, name)
+        write_program(folder, name)
     fake_apt(folder, [])
     assert install().returncode == 0
     assert not (folder / "calls").exists()
@@ -126,7 +126,7 @@ def test_a_cluster_names_what_it_lacks(folder):
 
 
 def test_without_slurm_every_test_of_it_is_skipped(folder):
-    """Those that make their clusters by themselves, too."""
+    """Tests that make their own clusters are skipped, too."""
     words = ("-m", "pytest", "tests/slurm/test_cluster.py", "-p", "no:cacheprovider")
     done = run_patiently([sys.executable, *words], 300, cwd=ROOT)
     assert done.returncode == 0, done.stdout

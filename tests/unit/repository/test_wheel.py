@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that commands run from it alone, in any folder."""
+"""The wheel: its files, and commands that run in any folder from the wheel alone."""
 
 import json
 import os
@@ -23,7 +23,7 @@ ANYWHERE = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy, so that neither does the clone get a ``build/`` nor the wheel what an older one holds."""
+    """The wheel of a copy: the clone gets no ``build/``, and the wheel no files of an earlier build."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
@@ -61,8 +61,10 @@ def test_every_file_of_the_package_is_in_it(installed):
     read = [*examples.glob("*/*.yaml"), *examples.glob("model_configs/*/config.json")]
     wanted |= {Path("examples") / p.relative_to(examples) for p in read}
     assert {Path("cluster/slurm/run.sbatch"), Path("vocab_parallel/row_stats.cpp")} <= wanted
-    got = installed / "megatron_dppo"
-    assert {p.relative_to(got) for p in got.rglob("*") if p.is_file()} == wanted
+    installed_package = installed / "megatron_dppo"
+    assert {
+        p.relative_to(installed_package) for p in installed_package.rglob("*") if p.is_file()
+    } == wanted
 
 
 def test_it_names_the_command_and_what_sglang_asks_for(installed):
@@ -75,7 +77,7 @@ def test_it_names_the_command_and_what_sglang_asks_for(installed):
 
 
 def test_every_library_that_it_imports_is_declared(installed):
-    """But for what comes with another one, and what is only measured beside ours."""
+    """Exceptions are libraries that come with a declared one, and peers that are only measured for comparison."""
     (metadata,) = installed.glob("*.dist-info/METADATA")
     required = Parser().parse(metadata.open()).get_all("Requires-Dist")
     declared = {re.split(r"[\[<>=; ]", line)[0].replace("-", "_") for line in required}
@@ -99,9 +101,9 @@ def test_every_command_is_found_in_it(installed, tmp_path):
         "for entry in plugins.find_plugins(plugins.COMMANDS).values():\n"
         "    print(plugins.module_file(entry.module))"
     )
-    told = run(installed, tmp_path, "-c", code)
-    assert told.returncode == 0, told.stderr
-    origins = told.stdout.split()
+    listed = run(installed, tmp_path, "-c", code)
+    assert listed.returncode == 0, listed.stderr
+    origins = listed.stdout.split()
     assert len(origins) == len(plugins.find_plugins(plugins.COMMANDS))
     assert all(origin.startswith(str(installed)) for origin in origins)
 

@@ -34,10 +34,10 @@ def each(kind: str, *statements: str) -> list[tuple[str, str]]:
 def test_neighbours_that_look_alike_are_swapped_and_each_keyword_is_left_out(
     statement: str, swapped: tuple[str, ...], dropped: tuple[str, ...]
 ):
-    made = list(wrong_arguments(statement))
-    assert sorted(made) == sorted(each(SWAPPED, *swapped) + each(DROPPED, *dropped))
+    mistakes = list(wrong_arguments(statement))
+    assert sorted(mistakes) == sorted(each(SWAPPED, *swapped) + each(DROPPED, *dropped))
 
 
 def test_a_call_of_several_lines_keeps_their_number():
-    made = list(wrong_arguments("x = f(\n    one,\n    two,\n)\ny = 1\n"))
-    assert made == [(SWAPPED, "x = f(two, one\n\n\n)\ny = 1\n")]
+    mistakes = list(wrong_arguments("x = f(\n    one,\n    two,\n)\ny = 1\n"))
+    assert mistakes == [(SWAPPED, "x = f(two, one\n\n\n)\ny = 1\n")]
