@@ -73,14 +73,14 @@ def peft_model(hf_dir: str, peft_dir: str) -> tuple[nn.Module, dict[str, nn.Para
             layer.mlp.experts = ExpertLinears(layer.mlp.experts)
     model.config.model_type = "with-expert-linears"  # else PEFT rewrites the modules' names
     settings = json.loads((Path(peft_dir) / "adapter_config.json").read_text())
-    wanted = {key: settings[key] for key in ("r", "lora_alpha", "target_modules", "bias")}
-    made = get_peft_model(model, LoraConfig(**wanted))
+    lora_settings = {key: settings[key] for key in ("r", "lora_alpha", "target_modules", "bias")}
+    peft = get_peft_model(model, LoraConfig(**lora_settings))
     values = load_file(Path(peft_dir) / "adapter_model.safetensors")
-    trained = {n.replace(".default", ""): p for n, p in made.named_parameters() if p.requires_grad}
+    trained = {n.replace(".default", ""): p for n, p in peft.named_parameters() if p.requires_grad}
     assert trained.keys() == values.keys()
     for name, parameter in trained.items():
         parameter.data.copy_(values[name])
-    return made, trained
+    return peft, trained
 
 
 def _linear(weight: Tensor) -> nn.Linear:

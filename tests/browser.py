@@ -27,14 +27,14 @@ def browser_program() -> str:
     for name in PROGRAMS:
         if path := shutil.which(name):
             return path
-    said = f"needs a browser, one of {', '.join(PROGRAMS)} (Debian: apt install chromium-headless-shell)"
+    reason = f"needs a browser, one of {', '.join(PROGRAMS)} (Debian: apt install chromium-headless-shell)"
     if os.environ.get("CI"):
-        pytest.fail(said)
-    pytest.skip(said)
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 class Tab:
-    """One page. ``size``: CSS pixels."""
+    """One page of the browser. ``errors``: the exceptions that the page did not catch."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -54,6 +54,7 @@ class Tab:
         raise AssertionError("the browser has gone")
 
     async def open(self, url: str, width: int, height: int) -> None:
+        """Load ``url`` in a window of ``width`` x ``height`` CSS pixels."""
         await self.call("Runtime.enable")
         phone = width < 600
         await self.call(

@@ -318,7 +318,7 @@ _CORPUS = [
 
 
 @cache
-def _trained(pattern: str) -> Tokenizer:
+def _train_tokenizer(pattern: str) -> Tokenizer:
     bpe = Tokenizer(models.BPE(byte_fallback=pattern == "sentencepiece"))
     alphabet: Sequence[str] = pre_tokenizers.ByteLevel.alphabet()
     special = list(_SPECIAL)
@@ -355,7 +355,7 @@ def _trained(pattern: str) -> Tokenizer:
 def published_tokenizer(published: PublishedTemplate) -> Any:
     """A tokenizer that splits texts as its family's tokenizer does, with the ``published`` template."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_trained(published.pattern),
+        tokenizer_object=_train_tokenizer(published.pattern),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
     )

@@ -23,7 +23,7 @@ _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meg
 
 def extra_packages(name: str) -> Path:
     """The folder with the pins of ``tools/environment/<name>.txt``, and nothing that they depend on."""
-    return _installed(name, lambda folder: ["install", "--target", str(folder)])
+    return _install_once(name, lambda folder: ["install", "--target", str(folder)])
 
 
 def python_of(name: str) -> Path:
@@ -36,11 +36,11 @@ def python_of(name: str) -> Path:
         venv.create(folder, symlinks=True)
         return ["--python", str(folder / "bin" / "python"), "install"]
 
-    return _installed(name, words) / "bin" / "python"
+    return _install_once(name, words) / "bin" / "python"
 
 
-def _installed(name: str, words: Callable[[Path], list[str]]) -> Path:
-    """A folder with the pins of this name. ``words``: pip's arguments to install into a given folder."""
+def _install_once(name: str, words: Callable[[Path], list[str]]) -> Path:
+    """Return the folder with the pins of this name. ``words``: pip's arguments to install into a given folder."""
     pins = ROOT / "tools" / "environment" / f"{name}.txt"
     made_from = pins.read_bytes() + sys.version.encode()
     folder = _CACHE / f"{name}-{hashlib.sha256(made_from).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""Waits for processes, with limits that do not follow the clock alone: on a busy machine a start takes far longer.
+"""Waits for processes. The limits do not follow the clock alone, because a start takes far longer on a busy machine.
 
 A second does not count if one of the processes waited in the kernel's queue for a processor
 (``/proc/<pid>/task/<tid>/schedstat``). All other seconds count. So a process that hangs is found within the limit,

@@ -62,7 +62,7 @@ def run_ranks(
         context = _NEW if own_interpreter else _SERVER
         processes = [
             context.Process(
-                target=_rank, args=(target, call, _environment(rank, world_size, port), folder)
+                target=_run_rank, args=(target, call, _environment(rank, world_size, port), folder)
             )
             for rank in range(world_size)
         ]
@@ -141,7 +141,7 @@ def _report(codes: list[int | None], folder: Path) -> str:
     return "\n".join(blocks)
 
 
-def _rank(target: str, call: str, environment: Mapping[str, str], folder: str) -> None:
+def _run_rank(target: str, call: str, environment: Mapping[str, str], folder: str) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

@@ -1,8 +1,8 @@
-"""What SGLang's own code makes of every recipe's engine options on an H100 node, resolved without a GPU.
+"""Every recipe's engine options as SGLang's own code resolves them for an H100 node, without a GPU.
 
-``python -m tests.gpu_evidence.engine_options`` prints it, with ``--write`` into ``engine_options.yaml``;
-``--layouts`` prints what SGLang makes of single options, as JSON. A process of its own: torch says here that it sees
-eight H100, and sgl_kernel and flashinfer are inert modules.
+``python -m tests.gpu_evidence.engine_options`` prints the options; ``--write`` puts them into ``engine_options.yaml``.
+``--layouts`` prints as JSON how single options change the layout. The module needs its own process: in this process
+torch reports eight H100, and sgl_kernel and flashinfer are inert modules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.gpu_evidence import inert
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "recipes"
 GOLDEN = Path(__file__).with_name("engine_options.yaml")
-BASE = "scaling"  # what others build on, no recipe by itself
+BASE = "scaling"  # the recipes extend this file, which is no recipe itself
 GPUS = 8
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -40,11 +40,11 @@ ALWAYS = (
     *("disable_radix_cache", "enable_return_routed_experts", "tp_size", "mem_fraction_static"),
     *("kv_cache_dtype", "max_running_requests", "chunked_prefill_size", "enable_lora"),
 )
-"""Shown also where they are SGLang's defaults."""
+"""Options that are shown even if they have SGLang's default."""
 OF_THE_PLACE = ("model_path", "tokenizer_path", "served_model_name", "random_seed")
 EVERY = "every recipe"
 COLOCATED = "every recipe, colocated"
-"""What SGLang makes otherwise of a server that can let go of its memory."""
+"""Heading of the options that SGLang resolves differently for a server that can release its memory."""
 HEAD = """\
 # SGLang's own resolution of every recipe's engine options under a faked H100: what differs from its command line's
 # defaults, and a few that never do. Written by: python -m tests.gpu_evidence.engine_options --write
@@ -52,7 +52,7 @@ HEAD = """\
 
 
 class _Dumper(yaml.SafeDumper):
-    """An option a line, and a list on as few lines as it takes."""
+    """Writes one option on each line, and each list on as few lines as possible."""
 
 
 _Dumper.add_representer(
@@ -61,14 +61,14 @@ _Dumper.add_representer(
 
 
 def pretend() -> None:
-    """Have this process see a node of H100."""
+    """Make this process see a node with eight H100."""
     import torch
 
     from megatron_dppo.engine import sglang_cpu
 
     sglang_cpu._make_torchvision_importable()
     os.environ.pop("SGLANG_PLATFORM", None)
-    os.environ["PATH"] = os.defpath  # where an nvidia-smi of this machine is not looked for
+    os.environ["PATH"] = os.defpath  # SGLang must not find this machine's nvidia-smi
     inert.provide(*CUDA_ONLY)
     answers: dict[str, Any] = {
         "is_available": True,
@@ -85,8 +85,8 @@ def pretend() -> None:
     torch.version.cuda = "13.0"
 
 
-def resolved(recipe: Path, placement: str | None = None) -> dict[str, Any]:
-    """Options by name, resolved, of the first server of ``recipe``: those that differ from SGLang's defaults."""
+def shown_options(recipe: Path, placement: str | None = None) -> dict[str, Any]:
+    """Return resolved options of ``recipe``'s first server: those in ALWAYS, and those without SGLang's default."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()
@@ -103,9 +103,9 @@ def resolved(recipe: Path, placement: str | None = None) -> dict[str, Any]:
 def resolution(
     recipe: Path, placement: str | None = None, more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """All options by name, resolved, of the first server of ``recipe`` with ``more`` in its ``sglang:`` table.
+    """Return all resolved options of the first server of ``recipe``, with ``more`` in its ``sglang:`` table.
 
-    ``placement``: of trainer and servers; None: the recipe's own.
+    ``placement``: placement of trainer and servers; None: the recipe's own.
     """
     from sglang.srt.server_args import prepare_server_args
 
@@ -137,7 +137,7 @@ LAYOUT = (
 )
 """Options that say how weights lie in a server, and whether its routing is recorded."""
 MOVING: dict[str, Any] = {"attn_dp_size": 2, "moe_a2a_backend": "deepep"}
-"""Options that change the layout: attention replicas, which updates know, and an exchange, which is refused."""
+"""Options that change the layout: attention replicas, which updates support, and a token exchange, which is refused."""
 NUMBERS: dict[str, Any] = {
     "mem_fraction_static": 0.7,
     "max_running_requests": 64,
@@ -164,11 +164,11 @@ NUMBERS: dict[str, Any] = {
 
 
 MOST_VALUES = 5
-"""Of one option with a choice: all of them together take half a minute."""
+"""Number of values that are tried of an option with choices. All options together take half a minute."""
 
 
 def layouts() -> dict[str, Any]:
-    """By ``option=value``: those of LAYOUT that SGLang resolves otherwise with it; text where it refuses the value."""
+    """Return, by ``option=value``, the options of LAYOUT that SGLang then resolves differently; text if it refuses."""
     from sglang.srt.server_args import ServerArgs
 
     from megatron_dppo.config.forwarded import SGLANG_KNOWN
@@ -180,7 +180,7 @@ def layouts() -> dict[str, Any]:
     ServerArgs.add_cli_args(parser)
     candidates = [*MOVING.items(), *NUMBERS.items()]
     for action in parser._actions:
-        # Kernels of the experts have a check of their own.
+        # Another test checks the kernels of the experts.
         if action.dest not in SGLANG_KNOWN - NUMBERS.keys() - {"moe_runner_backend"}:
             continue
         values = list(action.choices or [])[:MOST_VALUES]
@@ -201,23 +201,23 @@ def layouts() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The golden file as it would be now."""
+    """Return the text that the golden file must have."""
     pretend()
     recipes = [path for path in sorted(RECIPES.glob("*.yaml")) if path.stem != BASE]
-    of_recipe = {path.stem: resolved(path) for path in recipes}
-    colocated = resolved(recipes[0], "colocated").items()
+    of_recipe = {path.stem: shown_options(path) for path in recipes}
+    colocated = shown_options(recipes[0], "colocated").items()
     changed = {k: v for k, v in colocated if of_recipe[recipes[0].stem].get(k) != v}
     first, *others = of_recipe.values()
-    every = {
+    common = {
         name: value
         for name, value in first.items()
         if all(name in other and other[name] == value for other in others)
     }
     own = {
-        recipe: {name: value for name, value in values.items() if name not in every}
+        recipe: {name: value for name, value in values.items() if name not in common}
         for recipe, values in of_recipe.items()
     }
-    found = {EVERY: every, COLOCATED: changed, **own}
+    found = {EVERY: common, COLOCATED: changed, **own}
     return HEAD + yaml.dump(found, Dumper=_Dumper, sort_keys=False, width=130)
 
 

@@ -1,4 +1,4 @@
-"""What stands for a GPU's libraries where there is none: modules that do nothing, and another device for cuda."""
+"""Stand-ins for a GPU's libraries on a machine without one: modules that do nothing, and another device for cuda."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.overrides import TorchFunctionMode
 
 
 def provide(*packages: str) -> None:
-    """From now on each of ``packages`` is inert in this process, with all its modules."""
+    """Make ``packages`` and all their modules inert in this process."""
     sys.meta_path.insert(0, _Finder(packages))  # type: ignore[arg-type]
 
 
 class _Inert(types.ModuleType):
-    """A module whose every attribute is another; called, it answers itself; inherited from, nothing."""
+    """A module whose attributes are inert modules. A call returns the module; as a base class it adds nothing."""
 
     __path__: ClassVar[list[str]] = []
     __version__ = "99.0"
@@ -46,11 +46,11 @@ class _Finder:
         return _Inert(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to run."""
+        """Do nothing: an inert module has no code."""
 
 
 class CudaMeans(TorchFunctionMode):
-    """Tensors that are asked for on cuda are made on ``device``."""
+    """Makes tensors that are requested on cuda on ``device``."""
 
     def __init__(self, device: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Triton launches on a machine without a GPU: each is compiled for the GPU that is named instead of run."""
+"""Triton launches on a machine without a GPU: each launch compiles its kernel for a named GPU, and does not run it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ WIDTH = re.compile(r"\.?(?:[US]?)(8|16|64|128)\b")
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledKernel:
     """A kernel's machine code.
 
     Attributes:
-        name: of the kernel.
-        warps: that a program has.
-        registers: of a thread.
-        local_bytes: of a thread's stack and local memory, where spilled registers lie.
-        accesses: how often the code has each of e.g. ``"LDG.128"``, a load of 128 bits from global memory.
+        name: name of the kernel.
+        warps: warps of a program.
+        registers: registers of a thread.
+        local_bytes: bytes of a thread's stack and local memory, which hold spilled registers.
+        accesses: instruction -> count. For example, ``"LDG.128"`` is a load of 128 bits from global memory.
         divisions: 64-bit divisions and remainders in its PTX.
         narrowings: instructions in its PTX that make a bfloat16 of a float32.
     """
@@ -51,7 +51,7 @@ class Compiled:
 
 
 class _NamedGpu:
-    """What Triton asks of its driver before it compiles."""
+    """The part of a Triton driver that a compilation needs."""
 
     def __init__(self, architecture: int) -> None:
         self.architecture = architecture
@@ -67,19 +67,21 @@ class _NamedGpu:
 
 
 @contextmanager
-def compiled_for(architecture: int) -> Iterator[list[Compiled]]:
-    """Collect every kernel launched meanwhile, compiled for compute capability ``architecture`` / 10 by the arguments
-    of its launch: types, alignment, divisibility, options; of an autotuned
-    kernel its first and its last configuration."""
-    kernels: list[Compiled] = []
+def compiled_for(architecture: int) -> Iterator[list[CompiledKernel]]:
+    """Collect every kernel that the block launches, compiled for compute capability ``architecture`` / 10.
+
+    A kernel has the types, alignment, divisibility and options of its launch. An autotuned kernel is compiled with its
+    first and its last configuration.
+    """
+    kernels: list[CompiledKernel] = []
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        kernels.append(_examined(kernel))
+        kernels.append(_examine(kernel))
         return kernel
 
-    def both_ends(self: Autotuner, *args: Any, warmup: bool, **options: Any) -> None:
+    def compile_both_ends(self: Autotuner, *args: Any, warmup: bool, **options: Any) -> None:
         self.configs = [self.configs[0], self.configs[-1]]
         self.warmup(*args, **options)
 
@@ -88,7 +90,7 @@ def compiled_for(architecture: int) -> Iterator[list[Compiled]]:
     try:
         with (
             mock.patch.object(JITFunction, "run", compile_only),
-            mock.patch.object(Autotuner, "run", both_ends),
+            mock.patch.object(Autotuner, "run", compile_both_ends),
             CudaMeans("meta"),
         ):
             yield kernels
@@ -96,25 +98,18 @@ def compiled_for(architecture: int) -> Iterator[list[Compiled]]:
         driver._active = active
 
 
-def _examined(kernel: triton.compiler.CompiledKernel) -> Compiled:
+def _examine(kernel: triton.compiler.CompiledKernel) -> CompiledKernel:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage, code = (
-            subprocess.run(
-                [PROGRAMS / "cuobjdump", option, file.name],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout
-            for option in ("-res-usage", "-sass")
-        )
+        usage = _dump(file.name, "-res-usage")
+        code = _dump(file.name, "-sass")
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    accesses = Counter(
-        f"{kind}.{width[1] if (width := WIDTH.search(rest)) else 32}"
-        for kind, rest in ACCESS.findall(code)
-    )
-    return Compiled(
+    accesses = Counter[str]()
+    for kind, rest in ACCESS.findall(code):
+        width = WIDTH.search(rest)
+        accesses[f"{kind}.{width[1] if width else 32}"] += 1
+    return CompiledKernel(
         name=kernel.metadata.name,
         warps=kernel.metadata.num_warps,
         registers=used["REG"],
@@ -123,3 +118,9 @@ def _examined(kernel: triton.compiler.CompiledKernel) -> Compiled:
         divisions=len(re.findall(r"\b(?:div|rem)\.[su]64\b", kernel.asm["ptx"])),
         narrowings=sorted(set(re.findall(r"\bcvt\.\w+\.bf16(?:x2)?\.f32\b", kernel.asm["ptx"]))),
     )
+
+
+def _dump(path: str, option: str) -> str:
+    """Return the output of cuobjdump for the machine code in ``path``."""
+    command = [PROGRAMS / "cuobjdump", option, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

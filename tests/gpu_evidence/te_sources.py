@@ -16,13 +16,13 @@ from typing import Any
 from tests.gpu_evidence import inert
 
 CUDNN = 92400
-"""As gpu.txt pins it: 9.24.0."""
+"""The version that gpu.txt pins: 9.24.0."""
 FOLDER = Path(sys.prefix) / "gpu_sources"
 
 
 def te_sources() -> Path:
-    """The folder in which transformer_engine lies: where the set-up put it, of gpu.txt's version; in an environment
-    for GPUs, among the packages."""
+    """Return the folder of transformer_engine: in an environment for GPUs the installed packages, otherwise the folder
+    into which the set-up put the version of gpu.txt."""
     installed = importlib.util.find_spec("transformer_engine")
     if installed is not None and installed.origin is not None:
         return Path(installed.origin).parents[1]
@@ -34,7 +34,7 @@ def te_sources() -> Path:
 
 
 class _Name(type):
-    """The type of what an extension exports: attributes are others, each itself alone; nothing can be called."""
+    """The type of the names of an extension. An attribute is such a name, too, and always the same object."""
 
     def __getattr__(cls, name: str) -> _Name:
         if name.startswith("__"):
@@ -48,21 +48,23 @@ class _Name(type):
 
 
 def import_te() -> None:
-    """Import transformer_engine.pytorch over an extension of names alone. ``te_sources()`` is on ``sys.path``."""
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its libraries are not looked for
+    """Import transformer_engine.pytorch with an extension that has only names. ``te_sources()`` is on ``sys.path``."""
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # it then looks for no libraries
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformer_engine import common
     compiled = {"get_cudnn_version": staticmethod(lambda: CUDNN)}
     sys.modules["transformer_engine_torch"] = _Name("transformer_engine_torch", (), compiled)  # type: ignore[assignment]
-    inert.provide("onnx", "onnxscript")  # for exports to ONNX alone
+    inert.provide("onnx", "onnxscript")  # used only for exports to ONNX
     common.load_framework_extension = lambda framework: None
 
 
 @contextmanager
 def as_on_gpus(device: str) -> Iterator[None]:
-    """A fresh process whose Megatron-Core builds what it builds on GPUs, of Transformer Engine's layers and with the
-    options for CUDA; on ``device``, where its tensors lie and from where gloo sends them."""
+    """Let Megatron-Core build what it builds on GPUs: Transformer Engine's layers, with the options for CUDA.
+
+    The process must be fresh. Tensors are on ``device``, and gloo sends them from there.
+    """
     sys.path.insert(0, str(te_sources()))
     import_te()
 
@@ -86,6 +88,6 @@ def as_on_gpus(device: str) -> Iterator[None]:
         from megatron.core.extensions.transformer_engine import TELinear
         from megatron.core.transformer import multi_latent_attention
 
-        # Where there is no GPU, latent attention is prepared for layers of torch modules.
+        # Without a GPU, Megatron-Core's latent attention expects layers of torch modules.
         multi_latent_attention.TELinear = TELinear
         yield

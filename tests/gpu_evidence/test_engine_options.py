@@ -1,4 +1,4 @@
-"""SGLang's resolution of every recipe's engine options under a faked H100 is what it was when somebody last looked."""
+"""SGLang resolves every recipe's engine options for a faked H100 as in engine_options.yaml, which was reviewed."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ SIZES = {
     "qwen3_5_35b_a3b_gsm8k": 4,
     "gpt_oss_20b_gsm8k": 2,
 }
-"""Recipe -> tensor-parallel ranks of a server; those of 30B-A3B have 4, the others 1."""
+"""Recipe -> tensor-parallel ranks of a server. Recipes of 30B-A3B have 4, and all others 1."""
 
 
 def test_what_the_recipes_count_on(now: str) -> None:
-    """Also where the file is written anew: what the trainer's side and the planner are built on."""
+    """The trainer and the planner rely on these options, so they must hold even if the golden file is written again."""
     found: dict[str, dict[str, Any]] = yaml.safe_load(now)
-    every = found.pop(EVERY)
+    common = found.pop(EVERY)
     assert found.pop(COLOCATED) == {"enable_memory_saver": True}
     assert set(found) == {path.stem for path in RECIPES.glob("*.yaml")} - {BASE}
     for recipe, own in found.items():
-        options = every | own
+        options = common | own
         moe = any(name in recipe for name in ("_a3b", "_a22b", "olmoe", "_moe_", "glm", "gpt_oss"))
         size = SIZES.get(recipe, 4 if "30b_a3b" in recipe else 1)
         assert options["attention_backend"] == "fa3"
@@ -85,7 +85,7 @@ def test_what_the_recipes_count_on(now: str) -> None:
 
 
 def test_options_that_are_known_change_no_layout() -> None:
-    """SGLang itself resolves each for an H100; two others change the widths that updates read or refuse."""
+    """SGLang resolves each option for an H100. Only those of MOVING change the layout: updates read or refuse them."""
     answer = subprocess.run(
         [sys.executable, "-m", MODULE, "--layouts"],
         cwd=ROOT, capture_output=True, text=True, check=False,

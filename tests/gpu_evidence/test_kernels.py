@@ -1,4 +1,4 @@
-"""Every Triton kernel of the project and of what it calls: compiled for GPUs, or run in Triton's interpreter."""
+"""The Triton kernels of the project and of its libraries: compiled for GPUs, or run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ARCHITECTURES = (
     pytest.param(100, marks=pytest.mark.slow),
 )
 COLUMNS = 151936 // 4
-"""Of a rank's logits at TP4 of Qwen3."""
+"""Columns of a rank's logits of Qwen3 at TP4."""
 VALUES_A_THREAD = 4096 // 256
 ITEM_BITS = {"float32": 32, "bfloat16": 16}
 
 
 def launch_own(architecture: int) -> list[dict[str, Any]]:
-    """The project's own launches, with and without the entropy, in both types of logits."""
+    """Launch the project's kernels with and without entropy, for both types of logits. Return the compiled kernels."""
     from megatron_dppo.tensor_hash import run_of
     from megatron_dppo.tensor_hash.tile_sums_triton import start
     from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient
@@ -54,7 +54,7 @@ def launch_own(architecture: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda number: f"sm_{number}")
 def own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The project's own kernels, compiled from nothing for an architecture."""
+    """The project's kernels, compiled for an architecture with an empty cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         patch.delenv("TRITON_INTERPRET", raising=False)
@@ -63,7 +63,7 @@ def own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_the_statistics_kernels(own: list[dict[str, Any]]) -> None:
-    """No register in memory; all logits by 128 bits; at least five programs of eight warps on an SM."""
+    """No register is spilled, logits move by 128 bits, and at least five programs of eight warps fit on an SM."""
     rows = [kernel for kernel in own if kernel["name"] != "tile_sums_kernel"]
     assert [kernel["name"] for kernel in rows] == ["forward_kernel", "backward_kernel"] * 4
     for kernel in rows:
@@ -76,13 +76,12 @@ def test_the_statistics_kernels(own: list[dict[str, Any]]) -> None:
         assert accesses["LDG.128"] == wide, kernel
         assert accesses.get("LDG.16", 0) == 0, kernel
         if name == "forward_kernel":
-            # Once a row, which column is left out.
+            # One load for a row: the column that is left out.
             assert accesses.get("LDG.32", 0) + accesses.get("LDG.64", 0) == 1, kernel
         else:
             assert accesses["STG.128"] == wide, kernel
-            assert accesses["LDG.32"] + accesses["LDG.64"] <= 7, (
-                kernel
-            )  # one of each of a row's numbers
+            # One load for each number of a row.
+            assert accesses["LDG.32"] + accesses["LDG.64"] <= 7, kernel
         assert kernel["warps"] == 8
         assert kernel["registers"] <= (40 if name == "forward_kernel" else 48), kernel
         assert kernel["divisions"] == 0
@@ -101,8 +100,8 @@ def test_the_checksum_kernel(own: list[dict[str, Any]]) -> None:
 
 
 def launch_permutation(architecture: int, sources: str) -> list[dict[str, Any]]:
-    """Transformer Engine's own launches as Megatron-Core's fused permutation makes them, for a rank of the MoE recipe:
-    4,096 tokens, 128 experts, 8 a token, bf16, probabilities in float32."""
+    """Launch Transformer Engine's kernels as Megatron-Core's fused permutation does, for a rank of the MoE recipe:
+    4,096 tokens, 128 experts, 8 a token, bf16, probabilities in float32. Return the compiled kernels."""
     sys.path.insert(0, sources)
     from tests.gpu_evidence.launches import compiled_for
     from tests.gpu_evidence.te_sources import import_te
@@ -148,11 +147,11 @@ def test_transformer_engines_permutation_compiles(monkeypatch: pytest.MonkeyPatc
         assert kernel["local_bytes"] == 0, kernel
 
 
-SHAPES = (*([1], [5], [8192], [8193], [3, 7], [40001], [2, 3, 4097], [130, 64]),)
+SHAPES = ([1], [5], [8192], [8193], [3, 7], [40001], [2, 3, 4097], [130, 64])
 
 
 def interpreted_hashes() -> list[tuple[str, str]]:
-    """(SGLang's kernel's, the project's) hash of tensors of several shapes and types, the kernel in the interpreter."""
+    """Return two hashes of tensors of several shapes and types: by SGLang's interpreted kernel, and by the project."""
     from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
 
     from megatron_dppo.tensor_hash import tiled_hash
@@ -168,7 +167,7 @@ def interpreted_hashes() -> list[tuple[str, str]]:
 
 
 def test_the_engines_hash_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every shape and type, also of sizes that end in the middle of a word or of a tile."""
+    """The hashes of every shape and type are equal, also if a size ends in the middle of a word or of a tile."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     (hashes,) = run_ranks(f"{HERE}:interpreted_hashes", 1, own_interpreter=True)
     assert len({theirs for theirs, _ in hashes}) == len(SHAPES) * 4

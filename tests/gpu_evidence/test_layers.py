@@ -19,11 +19,11 @@ OTHER_LAYOUTS: dict[str, dict[str, int]] = {
     "PP2 VPP2 EP8": {"tensor": 1, "pipeline": 2, "virtual_pipeline": 2, "expert": 8},
     "TP2 EP4 ETP2": {"tensor": 2, "expert": 4, "expert_tensor": 2},
 }
-"""Of 16 GPUs, beside the recipe's TP4 EP8."""
+"""Layouts of 16 GPUs, in addition to the recipe's TP4 EP8."""
 
 
-def compared() -> dict[str, list[Any]]:
-    """By layout: parameters, problems. All of the recipes, and OTHER_LAYOUTS for the mixture of experts."""
+def compare_recipes() -> dict[str, list[Any]]:
+    """Return layout, number of parameters and faults of each recipe, and of the recipe MOE in OTHER_LAYOUTS."""
     with as_on_gpus("meta"):
         from megatron_dppo.config import load_config
         from megatron_dppo.model.families import load_model_shape
@@ -39,23 +39,22 @@ def compared() -> dict[str, list[Any]]:
             changes = [f"parallel.{key}={value}" for key, value in sizes.items()]
             cases[name] = (recipes / f"{MOE}.yaml", changes)
         found: dict[str, list[Any]] = {}
-        of_shape: dict[
-            str, list[Any]
-        ] = {}  # most recipes of the mixture of experts have one layout
+        # Several recipes of the mixture of experts have the same layout: compare it once.
+        result_by_layout: dict[str, list[Any]] = {}
         for name, (path, changes) in cases.items():
             config = load_config(path, changes)
             folder = Path(config.model.hf_checkpoint).name.lower()
             shape = load_model_shape(ROOT / "examples" / "model_configs" / folder)
             key = repr((shape, config.parallel, config.megatron))
-            if key not in of_shape:
+            if key not in result_by_layout:
                 done = compare_with_rules(config, shape)
-                of_shape[key] = [done.layout, done.parameters, list(done.faults)]
-            found[name] = of_shape[key]
+                result_by_layout[key] = [done.layout, done.parameters, list(done.faults)]
+            found[name] = result_by_layout[key]
     return found
 
 
 def test_parameters_are_as_the_rules_say_in_every_recipes_layout() -> None:
-    (found,) = run_ranks(f"{HERE}:compared", 1, own_interpreter=True)
+    (found,) = run_ranks(f"{HERE}:compare_recipes", 1, own_interpreter=True)
     for name, (_, parameters, problems) in found.items():
         assert problems == [], name
         assert parameters > 100, name
@@ -77,10 +76,10 @@ BFLOAT16_MOMENTS = {
 ANOTHER = {"tensor": 2, "expert": 2, "expert_tensor": 1}
 
 
-def with_narrow_moments(
+def load_narrow_moments(
     folder: str, expected: dict[Any, torch.Tensor], blocks: Any
 ) -> dict[str, Any]:
-    """Load the checkpoint's fp32 moments, ``expected``, as bfloat16 ones; save and load these."""
+    """Load the checkpoint's fp32 values ``expected`` into bfloat16 moments; save and load these moments."""
     from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
     from tests.distributed.test_offloaded_optimizer import make_trainer
@@ -106,8 +105,8 @@ def with_narrow_moments(
     return found
 
 
-def saved_and_loaded(folder: str) -> dict[str, Any]:
-    """Save a trainer of TE's layers with the distributed optimizer, bf16; load it as it was and in ANOTHER layout."""
+def save_and_load(folder: str) -> dict[str, Any]:
+    """Save a bf16 trainer of TE's layers with the distributed optimizer. Load it in the same and in ANOTHER layout."""
     with as_on_gpus("cpu"):
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -126,7 +125,7 @@ def saved_and_loaded(folder: str) -> dict[str, Any]:
             return rank_state(model_state(trainer.chunks), trainer.optimizer).blocks
 
         trainer = trainer_of(CHECKPOINTED)
-        for held in blocks(trainer):  # replicas alike
+        for held in blocks(trainer):  # equal values on all replicas
             draw = torch.Generator().manual_seed(
                 crc32(f"{held.block.key} {held.block.box}".encode())
             )
@@ -147,11 +146,11 @@ def saved_and_loaded(folder: str) -> dict[str, Any]:
 
         set_extra_state, restored = TransformerEngineBaseModule.set_extra_state, []
 
-        def counted(module: Any, state: Any) -> None:
+        def record_restored(module: Any, state: Any) -> None:
             restored.append(module)
             set_extra_state(module, state)
 
-        TransformerEngineBaseModule.set_extra_state = counted
+        TransformerEngineBaseModule.set_extra_state = record_restored
         for name, parallel in (("as it was", CHECKPOINTED), ("another layout", ANOTHER)):
             trainer = trainer_of(parallel)
             restored.clear()
@@ -177,7 +176,7 @@ def saved_and_loaded(folder: str) -> dict[str, Any]:
                 )
             trainer.close()
 
-        found |= with_narrow_moments(folder, expected, blocks)
+        found |= load_narrow_moments(folder, expected, blocks)
     return found
 
 
@@ -185,7 +184,7 @@ def test_a_checkpoint_with_extra_states_comes_back(tmp_path: Path) -> None:
     from tests.tiny_models import save_tiny_model
 
     save_tiny_model(tmp_path / "hf")
-    results = run_ranks(f"{HERE}:saved_and_loaded", 2, str(tmp_path), own_interpreter=True)
+    results = run_ranks(f"{HERE}:save_and_load", 2, str(tmp_path), own_interpreter=True)
     for found in results:
         assert set(found["modules"]) == TE_LINEARS | {"TEDotProductAttention"}
         linears = sum(name in TE_LINEARS for name in found["modules"])
@@ -199,7 +198,7 @@ def test_a_checkpoint_with_extra_states_comes_back(tmp_path: Path) -> None:
         assert found["narrow 3"]
         assert found["narrow 4"]
         assert found["types"] == ["torch.bfloat16"]
-    # Rank 0 alone gathers weights; all of them were others before the load.
+    # Only rank 0 gathers weights. All of them differed before the load.
     assert (
         results[0]["as it was"]["weights"] == results[0]["as it was"]["other weights before"] > 60
     )

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session", autouse=True)
 def slurm_programs() -> None:
-    """Every test of this folder needs Slurm's programs: else it is skipped, or fails where ``CI`` is set."""
+    """Skip the tests of this folder if Slurm's programs are missing, or fail if ``CI`` is set."""
     if missing := what_is_missing():
         if os.environ.get("CI"):
             pytest.fail(missing)
@@ -25,14 +25,14 @@ def slurm_programs() -> None:
 
 @pytest.fixture(scope="session")
 def slurm_session(slurm_programs: None) -> Iterator[Cluster]:
-    """Four nodes with eight GPUs that only Slurm believes in; isolated where this process is root's."""
+    """Four nodes with eight GPUs that exist only for Slurm. The nodes are isolated if this process runs as root."""
     with Cluster(shared=[ROOT, Path(sys.prefix), Path(sys.base_prefix)]) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def cluster(slurm_session: Cluster) -> Iterator[Cluster]:
-    """The cluster with every node idle; what a test leaves running is cancelled."""
+    """The cluster with idle nodes. Jobs that a test leaves are cancelled."""
     yield slurm_session
     slurm_session.client.cancel_all()
     slurm_session.wait_idle()
@@ -41,7 +41,7 @@ def cluster(slurm_session: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def folder(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
-    """A folder of this test's own that all nodes see."""
+    """The test's own folder, which all nodes see."""
     path = cluster.shared / request.node.name.replace("[", "-").replace("]", "")
     path.mkdir()
     return path
@@ -49,7 +49,7 @@ def folder(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def isolated(cluster: Cluster) -> Cluster:
-    """The cluster, where its nodes are machines of their own."""
+    """The cluster. The test is skipped if the nodes are not isolated."""
     if not cluster.isolated:
         pytest.skip("needs a process that may make namespaces: run the tests as root")
     return cluster

@@ -1,4 +1,4 @@
-"""Jobs of stand-ins on the test cluster, and what a test does to them."""
+"""Jobs on the test cluster whose trainer and server are stand-ins."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SERVER = "server.py"
 
 
 class StandInJob:
-    """Two ranks and one server on three nodes, which count to ``steps``; a checkpoint every five.
+    """A job of two ranks and one server on three nodes. The ranks count to ``steps``, and save every five steps.
 
     ``parallel``, ``rollout``, ``sglang``: values of these sections; ``max_restarts``: of the ranks; ``site``: values of
     the site file.
@@ -67,7 +67,7 @@ class StandInJob:
         self.job = 0
 
     def _model(self) -> Path:
-        """One layer of a real model: the preflight asks for room for its checkpoints, which any machine has."""
+        """Write a real model's config with one layer, so that any machine has the room that the preflight requires."""
         source = ROOT / "examples/model_configs/qwen3-1.7b-base/config.json"
         shape = json.loads(source.read_text()) | {"num_hidden_layers": 1, "vocab_size": 1024}
         folder = self.folder / "model"
@@ -76,7 +76,7 @@ class StandInJob:
         return folder
 
     def _engine_python(self) -> Path:
-        """An interpreter that runs the stand-in for every module, and scripts as they are."""
+        """Write an interpreter that runs the stand-in in place of any module, and runs scripts as they are."""
         path = self.folder / "engine_python"
         stand_in = Path(__file__).parent / "stand_in" / "server.py"
         path.write_text(
@@ -86,13 +86,13 @@ class StandInJob:
         return path
 
     def submit(self, *flags: str) -> StandInJob:
-        """Give it to sbatch."""
+        """Submit the job by sbatch."""
         self.directory.mkdir()
         self.job = self._submit("out", *flags)
         return self
 
     def submit_again(self, *flags: str) -> int:
-        """Another job on the same run; its id. What it prints goes to ``out-<id>``."""
+        """Submit another job for the same run, and return its id. Its output goes to ``out-<id>``."""
         return self._submit("out-%j", *flags)
 
     def _submit(self, output: str, *flags: str) -> int:
@@ -108,7 +108,7 @@ class StandInJob:
 
     @property
     def log(self) -> str:
-        """What the job has printed, and its ranks."""
+        """The output of the job and of its ranks."""
         paths = [self.folder / "out", *sorted((self.directory / "logs").glob("rank*"))]
         texts = [p.read_text(errors="replace") for p in paths if p.exists()]
         return "\n".join(texts)
@@ -135,32 +135,32 @@ class StandInJob:
         return next(iter(FleetRecord(self.directory).servers()), None)
 
     def wait(self, condition: Callable[[], object], timeout_s: float = PATIENT_S) -> None:
-        """Until it holds; fails with the job's log."""
+        """Wait until ``condition`` holds. Fail with the job's log if that takes too long."""
         patience = Patience(timeout_s, lambda: family_of(os.getpid()))
         while not condition():
             assert not patience.is_exhausted(), f"not in time\n{self.log}"
             time.sleep(0.05)
 
     def wait_for_step(self, step: int) -> None:
-        """Until ``step`` is recorded."""
+        """Wait until ``step`` is recorded."""
         self.wait(lambda: step in self.steps())
 
     def wait_for_end(self, timeout_s: float = PATIENT_S) -> dict[str, str]:
-        """The job's record when it has ended."""
+        """Wait for the job's end, and return its record."""
         try:
             return self.cluster.client.wait(self.job, timeout_s=timeout_s)
         except TimeoutError as error:
             raise AssertionError(f"{error}\n{self.log}") from error
 
     def processes(self, word: str) -> list[psutil.Process]:
-        """Processes of this job on all nodes with ``word`` in their command line, by Slurm's rank."""
+        """Return this job's processes on all nodes with an argument ending in ``word``, sorted by Slurm's rank."""
         found = []
         for process in psutil.process_iter():
             try:
                 environment = process.environ()
-                mine = environment.get("SLURM_JOB_ID") == str(self.job)
-                mine &= environment.get("SLURM_CONF") == str(self.cluster.configuration)
-                if mine and any(part.endswith(word) for part in process.cmdline()):
+                is_of_job = environment.get("SLURM_JOB_ID") == str(self.job)
+                is_of_job &= environment.get("SLURM_CONF") == str(self.cluster.configuration)
+                if is_of_job and any(part.endswith(word) for part in process.cmdline()):
                     found.append((int(environment.get("SLURM_PROCID", "0")), process))
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue

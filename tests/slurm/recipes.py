@@ -11,9 +11,9 @@ SMALL_ROLLOUTS = {"prompts_per_step": 8, "group_size": 4, "max_response_tokens":
 
 
 def write_config(folder: Path, **sections: Any) -> Path:
-    """A configuration on CPUs whose run directory is ``folder / "run"``; the file's path.
+    """Write a configuration on CPUs whose run directory is ``folder / "run"``, and return the file's path.
 
-    It names no real checkpoint or data: enough for what only reads the configuration.
+    The checkpoint and the data that it names need not exist for tests that only read the configuration.
     """
     config: dict[str, Any] = {
         "run": {"directory": str(folder / "run"), "steps": 2},

@@ -17,20 +17,18 @@ from tools.slurm_cluster import Cluster
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "megatron_dppo" / "cluster" / "slurm" / "run.sbatch"
 PATIENT_S = 900.0
+TRAINER_METRICS = ("loss/", "mask/", "mismatch/", "optimizer/", "policy/", "r3/", "reward/")
+"""Prefixes of the metrics that the trainer computes. Other metrics are times, and sizes on this machine."""
 
 
-COMPUTED = ("loss/", "mask/", "mismatch/", "optimizer/", "policy/", "r3/", "reward/")
-"""Metrics of the trainer's arithmetic; the others are times, and sizes of what is on the machine."""
-
-
-def computed(directory: Path, step: int) -> dict[str, float | None]:
-    """What the trainer computed in ``step``, by name."""
+def trainer_metrics(directory: Path, step: int) -> dict[str, float | None]:
+    """Return the metrics that the trainer computed in ``step``, by name."""
     [record] = [r for r in records_of(directory) if r["step"] == step]
-    return {name: value for name, value in record.items() if name.startswith(COMPUTED)}
+    return {name: value for name, value in record.items() if name.startswith(TRAINER_METRICS)}
 
 
 class SlurmRun:
-    """A run of two ranks and ``servers``, one on each node, with its job."""
+    """A run of two ranks and ``servers`` servers, each on its own node, and the job of the run."""
 
     def __init__(
         self, cluster: Cluster, folder: Path, *overrides: str, servers: int = 1, **site: Any
@@ -47,7 +45,7 @@ class SlurmRun:
         self.job = 0
 
     def submit(self, *flags: str) -> SlurmRun:
-        """Give it to sbatch."""
+        """Submit the run by sbatch."""
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
         self.job = self.cluster.client.submit(
             "--nodes=4", "--ntasks-per-node=1", f"--chdir={ROOT}",
@@ -59,7 +57,7 @@ class SlurmRun:
 
     @property
     def log(self) -> str:
-        """What the job has printed."""
+        """The output of the job."""
         path = self.directory / "logs" / f"slurm-{self.job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -69,14 +67,14 @@ class SlurmRun:
         return [json.loads(path.read_text()) for path in paths]
 
     def wait(self, condition: Callable[[], object], timeout_s: float = PATIENT_S) -> None:
-        """Until it holds; fails with the job's log."""
+        """Wait until ``condition`` holds. Fail with the job's log if that takes too long."""
         patience = Patience(timeout_s, lambda: family_of(os.getpid()))
         while not condition():
             assert not patience.is_exhausted(), self.log
             time.sleep(0.2)
 
     def wait_for_end(self, timeout_s: float = PATIENT_S) -> dict[str, str]:
-        """The job's record when it has ended."""
+        """Wait for the job's end, and return its record."""
         try:
             return self.cluster.client.wait(self.job, timeout_s=timeout_s)
         except TimeoutError as error:

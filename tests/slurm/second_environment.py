@@ -10,11 +10,11 @@ WITHOUT = ("megatron", "megatron_core")
 
 
 def make_second_environment(folder: Path) -> Path:
-    """A virtual environment with this one's packages, but without Megatron-Core; its interpreter."""
+    """Make a virtual environment with this one's packages except Megatron-Core, and return its interpreter."""
     venv.create(folder, symlinks=True)
-    own = Path(sysconfig.get_path("purelib"))
-    there = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    for package in own.iterdir():
+    source = Path(sysconfig.get_path("purelib"))
+    target = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    for package in source.iterdir():
         if package.name.partition("-")[0] not in WITHOUT:
-            (there / package.name).symlink_to(package)
+            (target / package.name).symlink_to(package)
     return folder / "bin" / "python"

@@ -31,9 +31,9 @@ def test_tasks_of_a_job_see_hosts_ranks_and_gpus(cluster, folder):
     assert cluster.client.wait(job)["JobState"] == "COMPLETED"
     first, second = cluster.nodes[:2]
     gpus = "0,1,2,3,4,5,6,7"
-    wanted = [f"0 0 {first}", f"1 1 {first}", f"2 0 {second}", f"3 1 {second}"]
+    tasks = [f"0 0 {first}", f"1 1 {first}", f"2 0 {second}", f"3 1 {second}"]
     lines = sorted((folder / "out").read_text().splitlines())
-    assert lines == [f"{task} {gpus}" for task in wanted]
+    assert lines == [f"{task} {gpus}" for task in tasks]
 
 
 def test_isolated_nodes_are_machines_of_their_own(isolated, folder):
@@ -41,10 +41,10 @@ def test_isolated_nodes_are_machines_of_their_own(isolated, folder):
     text = "srun bash -c 'hostname; ls /tmp /dev/shm; ip -o addr show eth0'; echo hello > /tmp/note"
     job = cluster.client.submit("-N2", "-o", folder / "out", script(folder, text))
     cluster.client.wait(job)
-    told = (folder / "out").read_text()
+    output = (folder / "out").read_text()
     first, second, third = cluster.nodes[:3]
-    assert {first, second} <= set(told.split())
-    assert "note" not in told
+    assert {first, second} <= set(output.split())
+    assert "note" not in output
     assert cluster.run_on(first, "cat", "/tmp/note") == "hello\n"
     assert "note" not in cluster.run_on(third, "ls", "/tmp")
     assert cluster.run_on(third, "hostname") == f"{third}\n"
@@ -116,11 +116,11 @@ def test_a_killed_owner_leaves_nothing():
         stdout=subprocess.PIPE,
         text=True,
     )
-    said = ""
-    while "SLURM_CONF=" not in said:
-        said = owner.stdout.readline()
-        assert said, f"it ended with {owner.wait()} before its cluster was there"
-    configuration = Path(said.split("SLURM_CONF=")[1].strip())
+    line = ""
+    while "SLURM_CONF=" not in line:
+        line = owner.stdout.readline()
+        assert line, f"it ended with {owner.wait()} before its cluster was there"
+    configuration = Path(line.split("SLURM_CONF=")[1].strip())
     assert len(processes_of(configuration)) >= 4
     os.kill(owner.pid, signal.SIGKILL)
     owner.communicate()

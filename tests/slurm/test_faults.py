@@ -1,4 +1,4 @@
-"""What the supervisor does about faults: real jobs on a real Slurm, stand-ins for trainer and server."""
+"""The supervisor's reactions to faults, in real jobs on a real Slurm with stand-ins for trainer and server."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ pytestmark = pytest.mark.slurm
 
 
 def test_a_job_runs_to_its_end(cluster, folder):
-    """Each step begins with the site's prologue, and has all GPUs of a node that were asked for by gres."""
-    told = 'echo "prologue: GPUs $CUDA_VISIBLE_DEVICES"'
-    job = StandInJob(cluster, folder, prologue=told).submit("--gres=gpu:8")
+    """Each step begins with the site's prologue, and sees all GPUs of a node that ``--gres`` requests."""
+    prologue = 'echo "prologue: GPUs $CUDA_VISIBLE_DEVICES"'
+    job = StandInJob(cluster, folder, prologue=prologue).submit("--gres=gpu:8")
     assert job.wait_for_end()["JobState"] == "COMPLETED", job.log
     assert job.ends() == ["done"]
     assert job.steps() == list(range(1, 21))

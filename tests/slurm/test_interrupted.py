@@ -25,12 +25,12 @@ FOLLOWED = "is followed"
 
 
 def write_material(folder: Path) -> None:
-    """What the demo would prepare, as far as ``submit`` looks at it."""
-    made = folder / material.ROOT / "seed-1"
-    write_checkpoint(made / "warm")
+    """Write the part of the demo's material that ``submit`` reads."""
+    seed_folder = folder / material.ROOT / "seed-1"
+    write_checkpoint(seed_folder / "warm")
     for name in ("train", "held_out"):
-        (made / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    (made / material.STAMP).write_text(json.dumps(material.fingerprint(1, [])))
+        (seed_folder / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (seed_folder / material.STAMP).write_text(json.dumps(material.fingerprint(1, [])))
 
 
 class Demo:
@@ -38,11 +38,10 @@ class Demo:
 
     def __init__(self, folder: Path) -> None:
         self._terminal, end = os.openpty()
-        usual = (
-            "--default-signal=INT,TERM,HUP"  # a job in the background is started to ignore Ctrl-C
-        )
+        # A shell starts background jobs with Ctrl-C ignored. These tests may be such a job.
+        default_signals = "--default-signal=INT,TERM,HUP"
         demo = (sys.executable, "-m", "examples.tiny_moe.slurm_demo")
-        words = ("setsid", "--ctty", "env", usual, *demo)
+        words = ("setsid", "--ctty", "env", default_signals, *demo)
         self.process = subprocess.Popen(
             [*words, "--directory", str(folder / "run")],
             cwd=folder,
@@ -55,14 +54,14 @@ class Demo:
         self.text = ""
 
     def read_until(self, words: str) -> None:
-        """Until the terminal shows them."""
+        """Read until the terminal shows ``words``."""
         while words not in self.text:
             more = self._read()
             assert more, self.text
             self.text += more
 
     def end(self, how: bytes | signal.Signals) -> float:
-        """Seconds from a key, or a signal to the demo alone, to its end."""
+        """End the demo by a key, or by a signal to the demo alone. Return the seconds that this takes."""
         began = time.monotonic()
         if isinstance(how, bytes):
             os.write(self._terminal, how)
@@ -77,11 +76,11 @@ class Demo:
     def _read(self) -> str:
         try:
             return os.read(self._terminal, 4096).decode(errors="replace")
-        except OSError:  # nobody has the terminal open
+        except OSError:  # no process has the terminal open
             return ""
 
     def configuration(self) -> Path:
-        """The cluster's, as soon as it is written."""
+        """Return the cluster's slurm.conf once all configuration files are written. ``hosts`` is the last of them."""
         while not (found := list(Path("/tmp").glob(f"slurm-{self.process.pid}-*/etc/hosts"))):
             assert self.process.poll() is None, self.text
             time.sleep(0.005)
@@ -105,16 +104,16 @@ def test_it_ends_in_order_and_leaves_nothing(tmp_path, shown, how, code):
     if shown == FOLLOWED:
         demo.read_until(" (or watch")
         command = re.search(r"second terminal: (.*) \(or watch", demo.text)[1]
-        asked = subprocess.run(
+        status = subprocess.run(
             ["bash", "-c", command], cwd="/", capture_output=True, text=True, check=True
         )
-        assert "state: job 1 " in asked.stdout
-    took = demo.end(how)
+        assert "state: job 1 " in status.stdout
+    end_s = demo.end(how)
     assert demo.process.returncode == code, demo.text
     assert "no job and no process of a cluster is left" in demo.text
     assert "Traceback" not in demo.text
     assert ("job 1 is cancelled" in demo.text) == (shown == FOLLOWED)
-    assert took < 60  # seconds, on however busy a machine
+    assert end_s < 60  # seconds; a quiet machine needs far fewer
     assert processes_of(configuration) == []
     assert not configuration.parents[1].exists()
     if network is not None:

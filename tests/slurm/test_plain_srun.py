@@ -1,4 +1,4 @@
-"""Ranks that srun starts without our supervisor, and without torchrun."""
+"""Ranks that srun starts without the supervisor, and without torchrun."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ for count in (1, len(names)):
     "flags",
     [
         ("--mem-per-cpu=100", "--cpus-per-task=2"),
-        # As where a job is submitted from inside an allocation that counts memory in another way.
+        # These variables are set if a job is submitted inside an allocation that counts memory in another way.
         ("--mem=400", "--export=ALL,SLURM_MEM_PER_CPU=100"),
         ("--gpus-per-node=2", "--mem-per-gpu=100", "--export=ALL,SLURM_MEM_PER_NODE=400"),
         ("--gpus-per-task=2", "--ntasks=2"),
@@ -68,7 +68,7 @@ for count in (1, len(names)):
 def test_steps_start_whatever_the_job_or_an_allocation_around_it_asked_for(
     cluster: Cluster, folder: Path, flags: tuple[str, ...]
 ) -> None:
-    """Steps of one node and of both, which share all that the job has."""
+    """A step on one node and a step on both nodes start. Both share the job's resources."""
     program, script = folder / "steps.py", folder / "job.sbatch"
     program.write_text(STEPS)
     script.write_text(

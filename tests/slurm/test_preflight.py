@@ -17,19 +17,14 @@ QUICK = ("--skip", "all_reduce")
 
 
 def preflight(cluster, folder, *words, nodes=3) -> tuple[list[Finding], int]:
-    """Run it as one task on each of the first ``nodes`` nodes; the findings and srun's exit code."""
+    """Run the preflight as one task on each of the first ``nodes`` nodes. Return the findings and srun's exit code."""
     config = write_config(folder)
     (folder / "run").mkdir()
     hosts = cluster.nodes[:nodes]
     done = cluster.client.run(
         *("srun", f"--nodes={nodes}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"),
-        *(
-            "--input=none",
-            f"--chdir={ROOT}",
-            sys.executable,
-            "-m",
-            "megatron_dppo.cluster.preflight",
-        ),
+        *("--input=none", f"--chdir={ROOT}"),
+        *(sys.executable, "-m", "megatron_dppo.cluster.preflight"),
         *(config, "--evidence", folder / "evidence", *words),
         check=False,
         timeout_s=180,
@@ -45,13 +40,13 @@ def test_good_nodes_are_found_good(cluster, folder):
     assert findings == []
     assert code == 0
     evidence = read_evidence(folder / "evidence", cluster.nodes[:3])
-    for host, told in evidence.items():
-        assert told["host"]["name"] == host
-        assert told["shared_folder"]["seen"] == cluster.nodes[:3]
+    for host, report in evidence.items():
+        assert report["host"]["name"] == host
+        assert report["shared_folder"]["seen"] == cluster.nodes[:3]
         if cluster.isolated:
             others = set(cluster.nodes[:3]) - {host}
-            assert told["network"]["reached"] == {other: ["eth0"] for other in others}
-    assert sum(told["shared_folder"]["won"] for told in evidence.values()) == 1
+            assert report["network"]["reached"] == {other: ["eth0"] for other in others}
+    assert sum(report["shared_folder"]["won"] for report in evidence.values()) == 1
 
 
 def test_a_node_with_a_small_shm_is_named(cluster, folder, isolated):
@@ -85,10 +80,8 @@ def test_a_node_that_does_not_share_the_folder_is_named(cluster, folder, isolate
 @pytest.mark.slow
 def test_a_node_whose_firewall_is_closed_is_named(cluster, folder, isolated):
     first, second, bad = isolated.nodes[:3]
-    for other in (
-        first,
-        second,
-    ):  # a route that leads nowhere, both ways between these and the bad one
+    # The bad node's routes to the other nodes lead nowhere, so no answer comes back either.
+    for other in (first, second):
         address = isolated.address(other)
         isolated.run_on(bad, "ip", "route", "add", "blackhole", f"{address}/32")
     try:
@@ -105,6 +98,6 @@ def test_the_all_reduce_crosses_nodes(cluster, folder):
     assert findings == []
     assert code == 0
     evidence = read_evidence(folder / "evidence", cluster.nodes[:2])
-    found = [told["all_reduce"] for told in evidence.values()]
-    assert all(e["backend"] == "gloo" and e["processes"] == 2 for e in found)
-    assert all(e["all_gb_s"] > 0 for e in found)
+    results = [report["all_reduce"] for report in evidence.values()]
+    assert all(e["backend"] == "gloo" and e["processes"] == 2 for e in results)
+    assert all(e["all_gb_s"] > 0 for e in results)

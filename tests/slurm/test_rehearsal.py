@@ -19,7 +19,7 @@ SITE = ("--set=gpus_per_node=0", "--set=processes_per_node=2", "--set=preflight=
 
 
 def rehearse(cluster: Cluster, config: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Submit the rehearsal and wait for its end, as from a terminal."""
+    """Submit a rehearsal as from a terminal, and wait for its end."""
     command = [sys.executable, "-m", "megatron_dppo.cluster.slurm", "submit", str(config)]
     return subprocess.run(
         [*command, "--rehearse", *SITE, *words], cwd=ROOT, check=False, text=True,
@@ -31,7 +31,7 @@ def rehearse(cluster: Cluster, config: Path, *words: str) -> subprocess.Complete
 def test_a_file_that_the_nodes_do_not_see_is_named_with_the_node_and_the_key(
     isolated: Cluster, folder: Path, tmp_path: Path
 ) -> None:
-    """A folder below /tmp is on this machine alone: each node has its own /tmp."""
+    """The data lie below /tmp of this machine. No node sees them, because each node has its own /tmp."""
     config = write_material(folder)
     data = tmp_path / "train.jsonl"
     data.write_text((folder / "train.jsonl").read_text())
@@ -45,7 +45,7 @@ def test_a_file_that_the_nodes_do_not_see_is_named_with_the_node_and_the_key(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_recipe_is_rehearsed_on_four_nodes(cluster: Cluster, folder: Path) -> None:
-    """Four ranks on two nodes, and two servers of two devices, so that each has a node of its own."""
+    """Four ranks run on two nodes. Each of two servers has two devices, so each has its own node."""
     config = write_material(folder)
     words = ["parallel={world_size: 4, tensor: 2, expert: 2}", "rollout.router_replay=true"]
     words += ["engine.servers=2", "sglang.tp_size=2"]

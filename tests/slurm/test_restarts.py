@@ -61,7 +61,7 @@ def test_a_killed_rank_of_several_that_one_process_forked_is_the_one_named(clust
 
 
 def test_a_crashed_node_is_left_out_of_the_next_attempt(isolated, folder):
-    """Without a word to the controller, which finds out by itself after SlurmdTimeout."""
+    """The test does not declare the node down: the controller notices the crash after SlurmdTimeout."""
     job = StandInJob(isolated, folder, steps=100_000).submit()
     job.wait_for_step(7)
     dead = job.attempts()[0]["hosts"][1]
@@ -79,7 +79,7 @@ def test_a_crashed_node_is_left_out_of_the_next_attempt(isolated, folder):
 
 
 def test_a_cut_off_supervisor_does_no_harm_to_the_attempt_that_succeeds_it(isolated, folder):
-    """The old processes live on, see the shared folder, and find that they are fenced off."""
+    """The old processes continue, see the shared folder, and find that they are fenced off."""
     job = StandInJob(isolated, folder, steps=100_000).submit()
     job.wait_for_step(7)
     cut = job.attempts()[0]["node"]
@@ -104,7 +104,8 @@ def test_a_cut_off_supervisor_does_no_harm_to_the_attempt_that_succeeds_it(isola
 
 
 def test_a_step_of_the_next_attempt_outlives_the_old_one_s_srun(cluster, folder):
-    """Both name it 1.0: Slurm counts a requeued job's steps from 0 again, and an old srun asks for its step's end."""
+    """Both attempts have a step 0, because Slurm counts a requeued job's steps from 0 again. The old srun must not
+    ask Slurm to end its step: that would end the new step."""
     script = folder / "job.sh"
     script.write_text(
         "#!/bin/bash\n"
@@ -114,7 +115,7 @@ def test_a_step_of_the_next_attempt_outlives_the_old_one_s_srun(cluster, folder)
         "sleep 300\n"
     )
 
-    def logged(line: str) -> None:
+    def wait_for_line(line: str) -> None:
         patience = Patience(180.0, lambda: family_of(os.getpid()))
         while line not in (folder / "log").read_text().splitlines():
             assert not patience.is_exhausted(), line
@@ -122,30 +123,29 @@ def test_a_step_of_the_next_attempt_outlives_the_old_one_s_srun(cluster, folder)
 
     job = cluster.client.submit("--requeue", "--nodes=1", f"--output={folder}/out", script)
     (folder / "log").touch()
-    logged("attempt 0")
+    wait_for_line("attempt 0")
     with open(folder / "messages", "wb") as messages:
-        old = start_process(
+        old_srun = start_process(
             ["srun", f"--jobid={job}", "--overlap", "sleep", "300"],
             environment=cluster.environment,
             output=messages.fileno(),
         )
     while ".0" not in cluster.client.run("squeue", "-s", "-h", "-j", job, "-o", "%i").stdout:
         time.sleep(0.1)
-    os.kill(
-        old.pid, signal.SIGSTOP
-    )  # as one that can't reach Slurm: it hears nothing of the requeue
+    # A stopped srun is like one that can't reach Slurm: it does not learn of the requeue.
+    os.kill(old_srun.pid, signal.SIGSTOP)
     cluster.client.run("scontrol", "requeue", job)
-    logged("began")
+    wait_for_line("began")
 
-    def taken_over() -> None:
+    def raise_fenced() -> None:
         raise FencedError("another start of this run took over")
 
-    SrunProcess(old, taken_over).kill()
-    logged("ended 0")
+    SrunProcess(old_srun, raise_fenced).kill()
+    wait_for_line("ended 0")
 
 
 def test_before_its_time_limit_a_job_saves_and_starts_again(cluster, folder):
-    """Half a minute for its first step, and twenty seconds to save."""
+    """The limit is a minute and the margin 30 s, so half a minute is left for the first step."""
     job = StandInJob(cluster, folder, steps=100_000, checkpoint_margin_s=30).submit("--time=1")
     job.wait(lambda: len(job.attempts()) == 2)
     first, second = job.attempts()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import TrainingRun, steps_of
-from tests.slurm.runs import SlurmRun, computed
+from tests.slurm.runs import SlurmRun, trainer_metrics
 from tools.slurm_cluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -17,7 +17,7 @@ STEPS = 16
 def test_near_its_time_limit_it_saves_starts_again_and_finishes_with_the_same_result(
     cluster: Cluster, folder: Path
 ) -> None:
-    """As a run without Slurm that is not interrupted. USR1 is what Slurm sends before the limit."""
+    """The result equals that of an uninterrupted run without Slurm. Slurm sends USR1 before the limit."""
     overrides = (f"run.steps={STEPS}", f"checkpoint.every={STEPS}", "engine.deterministic=true")
     run = SlurmRun(cluster, folder, *overrides, environment={"OMP_NUM_THREADS": "1"}).submit()
     run.wait(lambda: 1 in steps_of(run.directory))
@@ -32,6 +32,8 @@ def test_near_its_time_limit_it_saves_starts_again_and_finishes_with_the_same_re
     with TrainingRun(run.directory / "config.yaml", f"run.directory={folder / 'here'}") as here:
         here.finish()
     for step in range(1, STEPS + 1):
-        there = computed(run.directory, step)
-        assert len(there) > 20
-        assert there == pytest.approx(computed(here.directory, step), rel=1e-6, abs=1e-9)
+        slurm_metrics = trainer_metrics(run.directory, step)
+        assert len(slurm_metrics) > 20
+        assert slurm_metrics == pytest.approx(
+            trainer_metrics(here.directory, step), rel=1e-6, abs=1e-9
+        )

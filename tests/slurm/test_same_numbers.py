@@ -1,5 +1,5 @@
-"""A step over four nodes, whose servers have a Python environment of their own, computes what it computes on
-one machine."""
+"""A step over four nodes computes the same numbers as on one machine, although its servers have their own Python
+environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import TrainingRun, steps_of
-from tests.slurm.runs import SlurmRun, computed
+from tests.slurm.runs import SlurmRun, trainer_metrics
 from tests.slurm.second_environment import make_second_environment
 from tools.slurm_cluster import Cluster
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def has_megatron(python: Path | str) -> bool:
-    """Whether the trainer could run there."""
+    """Whether the trainer could run with this interpreter."""
     done = subprocess.run([python, "-c", "import megatron.core"], capture_output=True, check=False)
     return done.returncode == 0
 
@@ -26,7 +26,7 @@ def has_megatron(python: Path | str) -> bool:
 def test_submitted_and_done_with_the_same_numbers_as_without_slurm(
     cluster: Cluster, folder: Path
 ) -> None:
-    """The job's rollouts, which it saved, are trained on again by two ranks of this machine."""
+    """Two ranks on this machine train again on the rollouts that the job saved."""
     python = make_second_environment(folder / "engine_environment")
     assert (has_megatron(python), has_megatron(sys.executable)) == (False, True)
     overrides = ("run.steps=2", f"engine.python={python}")
@@ -47,7 +47,9 @@ def test_submitted_and_done_with_the_same_numbers_as_without_slurm(
     with TrainingRun(run.directory / "config.yaml", *replayed) as here:
         here.finish()
     for step in (1, 2):
-        there = computed(run.directory, step)
-        assert len(there) > 20
-        # Sums of fp32 in another order, where a rank has another number of threads.
-        assert there == pytest.approx(computed(here.directory, step), rel=1e-6, abs=1e-9)
+        slurm_metrics = trainer_metrics(run.directory, step)
+        assert len(slurm_metrics) > 20
+        # A sum of fp32 has another order if a rank has another number of threads.
+        assert slurm_metrics == pytest.approx(
+            trainer_metrics(here.directory, step), rel=1e-6, abs=1e-9
+        )

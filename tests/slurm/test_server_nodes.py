@@ -1,5 +1,4 @@
-"""Servers on nodes of their own: nodes that die under a job that outlives them, servers over several nodes,
-heterogeneous jobs."""
+"""Servers on their own nodes: nodes die while the job continues, servers use several nodes, jobs are heterogeneous."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def test_servers_of_a_dead_node_move_to_a_spare(cluster, folder, isolated):
 def test_servers_whose_supervisor_is_gone_end_and_have_the_job_start_again(
     cluster, folder, isolated
 ):
-    """The job lives on without its batch process (``--no-kill``), and so would the servers."""
+    """With ``--no-kill`` the job continues without its batch process. The servers would continue, too."""
     job = StandInJob(
         cluster, folder, steps=100_000, spares_servers=True, supervisor_patience_s=10
     ).submit("--no-kill")
@@ -42,9 +41,9 @@ def test_servers_whose_supervisor_is_gone_end_and_have_the_job_start_again(
     isolated.crash(dead)
     try:
         job.wait(lambda: len(job.attempts()) == 2)
-        told = (isolated.root / "log" / "slurmctld.log").read_text()
-        # Slurm did not do it by itself.
-        assert f"JobId={job.job} due to failure of node" not in told
+        controller_log = (isolated.root / "log" / "slurmctld.log").read_text()
+        # Slurm did not requeue the job by itself.
+        assert f"JobId={job.job} due to failure of node" not in controller_log
         first, second = job.attempts()
         assert (first["why"], second["first_saved"] >= 5) == ("vanished", True)
         assert dead not in second["hosts"]
@@ -68,7 +67,7 @@ def test_a_server_over_two_nodes_starts_again_as_a_whole(cluster, folder):
 
 
 def test_servers_of_a_heterogeneous_job_run_on_its_second_group(cluster, folder):
-    """Two groups as two partitions would give them. Such a job can be stopped too."""
+    """The two groups of nodes could come from two partitions. Such a job can be stopped, too."""
     job = StandInJob(cluster, folder, steps=10_000)
     job.submit(*SECOND_GROUP)
     job.wait_for_step(1)

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def test_it_generates_and_takes_verified_weights(cluster: Cluster, folder: Path) -> None:
-    """Each update compares the hashes of both ranks' weights, and log-probabilities, with the trainer's."""
+    """Each update compares both ranks' hashes of weights, and log-probabilities, with the trainer's."""
     run = SlurmRun(cluster, folder, "run.steps=1", "sglang.tp_size=2").submit()
     assert run.wait_for_end()["JobState"] == "COMPLETED", run.log
     assert steps_of(run.directory) == [0, 1]

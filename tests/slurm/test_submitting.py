@@ -1,4 +1,4 @@
-"""What is published or printed for sbatch, taken by a real one."""
+"""A real sbatch accepts the published scripts, and the jobs that the command ``submit`` makes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tools.slurm_cluster import Cluster
 pytestmark = pytest.mark.slurm
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 NODES = 4
-"""Of the cluster here; a script that wants more is asked with as many, and all else that it says."""
+"""Nodes of the test cluster. A script for more nodes is tested with this number, and with its other options."""
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -33,7 +33,7 @@ def test_a_published_script_can_be_scheduled(cluster: Cluster, script: Path) -> 
     assert done.returncode == 0, done.stderr
 
 
-def command(cluster: Cluster, *words: object) -> subprocess.CompletedProcess[str]:
+def run_command(cluster: Cluster, *words: object) -> subprocess.CompletedProcess[str]:
     return cluster.client.run(
         sys.executable, "-m", "megatron_dppo.cluster.slurm", *words, check=False, folder=ROOT
     )
@@ -42,7 +42,7 @@ def command(cluster: Cluster, *words: object) -> subprocess.CompletedProcess[str
 def test_a_partition_that_is_not_there_is_told_in_slurms_words(
     cluster: Cluster, folder: Path
 ) -> None:
-    done = command(
+    done = run_command(
         cluster, "submit", write_config(folder, minimal(folder)), "--set=partition=nowhere",
         "--set=gpus_per_node=0", f"run.directory={folder}/run",
     )  # fmt: skip
@@ -54,7 +54,7 @@ def test_a_partition_that_is_not_there_is_told_in_slurms_words(
 def test_ctrl_c_while_sbatch_answers_leaves_no_job_that_nobody_knows(
     cluster: Cluster, folder: Path
 ) -> None:
-    """It goes to the whole foreground of a terminal, also to sbatch, which here is slow to end."""
+    """A terminal sends Ctrl-C to its whole foreground, including sbatch. This sbatch is slow to end."""
     slow = folder / "sbatch"
     slow.write_text(
         f"#!{sys.executable}\nimport subprocess, sys, time\n"
@@ -63,7 +63,7 @@ def test_ctrl_c_while_sbatch_answers_leaves_no_job_that_nobody_knows(
     slow.chmod(0o755)
     environment = cluster.environment | {"PATH": f"{folder}:{os.environ['PATH']}"}
     words = (
-        "env", "--default-signal=INT",  # a job in the background is started to ignore Ctrl-C
+        "env", "--default-signal=INT",  # a shell starts background jobs with Ctrl-C ignored
         sys.executable, "-m", "megatron_dppo.cluster.slurm", "submit",
         write_config(folder, minimal(folder)), "--set=gpus_per_node=0",
         f"run.directory={folder}/run", "--sbatch=--hold",
@@ -72,7 +72,7 @@ def test_ctrl_c_while_sbatch_answers_leaves_no_job_that_nobody_knows(
         list(map(str, words)), cwd=ROOT,
         env=environment, stdout=subprocess.DEVNULL, start_new_session=True,
     ) as process:  # fmt: skip
-        while not (jobs := waiting(cluster)):
+        while not (jobs := queued_jobs(cluster)):
             assert process.poll() is None
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(60) == 130
@@ -83,9 +83,9 @@ def test_ctrl_c_while_sbatch_answers_leaves_no_job_that_nobody_knows(
 def test_the_output_is_in_the_folder_whose_name_has_percent_signs(
     cluster: Cluster, folder: Path
 ) -> None:
-    """Of the batch process by sbatch's pattern, of a step by srun's."""
+    """sbatch's pattern names the batch process's output, and srun's pattern names a step's output."""
     run = folder / "a%jb%%c"
-    done = command(
+    done = run_command(
         cluster, "submit", write_config(folder, minimal(folder)), "--set=gpus_per_node=0",
         f"run.directory={run}", "--set=preflight=false",
     )  # fmt: skip
@@ -106,31 +106,31 @@ def test_the_output_is_in_the_folder_whose_name_has_percent_signs(
 def test_what_sbatch_would_take_in_another_way_is_refused(
     cluster: Cluster, folder: Path, word: str
 ) -> None:
-    done = command(
+    done = run_command(
         cluster, "submit", write_config(folder, minimal(folder)), "--set=gpus_per_node=0",
         f"run.directory={folder}/run", f"--sbatch={word}",
     )  # fmt: skip
     assert done.returncode == 2
     assert f"--sbatch: got {word!r}" in done.stderr
-    assert not waiting(cluster)
+    assert not queued_jobs(cluster)
 
 
-def waiting(cluster: Cluster) -> list[str]:
+def queued_jobs(cluster: Cluster) -> list[str]:
     return cluster.client.run("squeue", "--noheader", "--format=%A").stdout.split()
 
 
 def test_a_waiting_run_has_a_status_and_can_be_stopped(cluster: Cluster, folder: Path) -> None:
     run = folder / "run"
-    done = command(
+    done = run_command(
         cluster, "submit", write_config(folder, minimal(folder)), "--set=gpus_per_node=0",
         f"run.directory={run}", "--sbatch=--hold",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     job = (run / "job").read_text().strip()
     assert f"submitted as job {job}" in done.stdout
-    assert f"state: job {job} waits (JobHeld" in command(cluster, "status", run).stdout
-    assert "is out of the queue" in command(cluster, "stop", run).stdout
-    assert happens(lambda: "is gone and never started" in command(cluster, "status", run).stdout), (
-        command(cluster, "status", run).stdout
-    )
-    assert command(cluster, "stop", run).returncode == 2
+    assert f"state: job {job} waits (JobHeld" in run_command(cluster, "status", run).stdout
+    assert "is out of the queue" in run_command(cluster, "stop", run).stdout
+    assert happens(
+        lambda: "is gone and never started" in run_command(cluster, "status", run).stdout
+    ), run_command(cluster, "status", run).stdout
+    assert run_command(cluster, "stop", run).returncode == 2

@@ -1,6 +1,6 @@
-"""A server that is healthy and nothing else; run as the engine's Python: ``server.py -m MODULE --config OPTIONS``.
+"""A server that only answers the health check. The engine's Python runs ``server.py -m MODULE --config OPTIONS``.
 
-Watches its supervisor, and finds its place among several hosts, as the real one does.
+It watches its supervisor, and finds its place among several hosts, as the real server does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_dppo.engine.launch_server import host_flags, watch_supervisor
 
 
 def main() -> None:
-    """Serve the probe of the supervisor on the address that the options name."""
+    """Answer the supervisor's health check at the address in the options."""
     sys.stdin.read()  # the keys
     watch_supervisor(lambda pid, include_parent: os._exit(1))
     flags = host_flags(os.environ)

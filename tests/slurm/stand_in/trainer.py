@@ -35,7 +35,7 @@ STEP_S = 0.1
 
 
 def main() -> None:
-    """Check, or run to the last step, to a stop, or to the fence."""
+    """Check the configuration, or run to the last step, to a stop request, or until the fence raises."""
     hide_secrets()
     path, *flags = sys.argv[1:]
     config = load_config(path, [])
@@ -64,22 +64,22 @@ def main() -> None:
 
 
 def stop_flag() -> Callable[[], bool]:
-    """Whether SIGTERM came, or the file asks: as the real trainer's, without its torch."""
-    came: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    """Return a function that says whether SIGTERM or the stop file came. It is the real trainer's without torch."""
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     file = StopFile(Path(os.environ[STOP_FILE_VARIABLE]))
-    return lambda: bool(came) or file()
+    return lambda: bool(signals) or file()
 
 
 def wait_for_servers(config: TrainConfig) -> None:
-    """Until all are published, as the real trainer waits."""
+    """Wait until all servers are published, as the real trainer does."""
     record = RecordClient(os.environ[ENDPOINT_VARIABLE], Keys.handed_down())
     while len(record.servers()) < config.engine.servers_to_start:
         time.sleep(0.05)
 
 
 def drop_records(run: Path, step: int, rank: int) -> None:
-    """Leave records up to the checkpoint, as the real trainer does."""
+    """Drop the records after the checkpoint, as the real trainer does."""
     path = run / RECORDS_FILE
     if rank == 0 and path.exists():
         kept = [r for r in decode_records(path.open(), str(path)) if (r["step"] or 0) <= step]
@@ -87,7 +87,7 @@ def drop_records(run: Path, step: int, rank: int) -> None:
 
 
 def finish(config: TrainConfig, run: Path, step: int) -> None:
-    """A last checkpoint; at the last step also the summary."""
+    """Write a last checkpoint, and after the last step the summary."""
     remember_checkpoint(run, step)
     if step == config.run.steps:
         write_atomically(run / SUMMARY_FILE, json.dumps({"steps": step}))

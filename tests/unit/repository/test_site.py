@@ -96,7 +96,7 @@ print(json.dumps([[list(o.get("data", {})), o.get("text", "")] for o in outputs]
 
 
 def execute_notebook(folder: Path, seconds: float, **variables: str) -> list[tuple[list[str], str]]:
-    """Execute the notebook, and return the kinds and the text of each output. The kernel starts where Jupyter starts it,
+    """Execute the notebook, and return the kinds and the text of each output. The kernel starts as in Jupyter,
     in the notebook's folder of the clone ``folder``."""
     start = folder / NOTEBOOK.parent.relative_to(ROOT)
     start.mkdir(parents=True)
