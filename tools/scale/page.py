@@ -16,10 +16,10 @@ HEAD = f"""# At the recipes' sizes
 What a step takes at the size of each recipe (`examples/recipes`), on the nodes of eight
 {DEVICES[GPU].name} that it is written for. Made by `python tools/scale_report.py --write`.
 
-**Computed** rows come from the planner's formulas ([planner.md](../planner.md)), with responses of half of the longest
-length but in "{FULLEST}": every response at its limit, with Top-K 20. **Simulated** rows run the
-trainer's own plan over drawn lengths. **Measured** rows are at the end, each with its command. The two recipes of the
-thinking model are of the sizes of the base model's."""
+**Computed** rows come from the planner's formulas ([planner.md](../planner.md)). Responses have half of the longest
+length, except in "{FULLEST}": every response reaches its limit, with Top-K 20. **Simulated** rows run the trainer's own
+plan over drawn lengths. **Measured** rows are at the end, each with its command. The two recipes of the thinking model
+have the sizes of the base model's recipes."""
 
 
 PUBLISHED = """Runs of others, and the planner's figure for the same set-up (`tools/scale/published_runs.yaml`, on
@@ -31,11 +31,11 @@ ratios of the runs that train by reinforcement learning lie around 1:
   of NeMo-RL 0.6, of which one waits for training, one for generation and one for both in turn;
 - each sequence adds 10 us to a decode step: dense and expert models together.
 
-Pretraining recipes reach more than twice as much with experts: experts are asked alike there, kernels and dispatch are
-tuned, and no step waits for a ragged batch; a user's first try reached what RL runs do. So `tflops` rows with ratios
-below 1 are no error to be tuned away: a trainer that reaches them is faster than its plan. Two rows are far off, both
-of NeMo-RL 0.4 with expert servers of TP4 and trainers of TP2; which of the two is slow is not published. The recipes'
-servers of TP4 rest on the planner alone until somebody measures them."""
+Pretraining recipes with experts reach more than twice as much: their experts have equal loads, kernels and dispatch are
+tuned, and no step waits for a ragged batch. A user's first try reached what RL runs do. So `tflops` rows with ratios
+below 1 are no error to be tuned away: a trainer that reaches the published figure is faster than its plan. Two rows are
+far off, both of NeMo-RL 0.4 with expert servers of TP4 and trainers of TP2. It is not published which of the two is
+slow. The figures of the recipes' servers of TP4 come from the planner alone until they are measured."""
 
 
 def page(columns: Sequence[Size], benchmarks: Sequence[Benchmark]) -> str:
