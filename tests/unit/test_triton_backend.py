@@ -53,14 +53,8 @@ def interpreted_stats(dtype_name, with_entropy):
     except ValueError as error:
         error_text = str(error)
     sums = entropy, stats.sum_squares
-    return (
-        stats.log_probs.detach(),
-        stats.topk_log_probs,
-        sums,
-        leaf.grad,
-        error_text,
-        gradient_at_edges(),
-    )
+    log_probs, edge_gradient = stats.log_probs.detach(), gradient_at_edges()
+    return log_probs, stats.topk_log_probs, sums, leaf.grad, error_text, edge_gradient
 
 
 def edges(dtype):
@@ -97,10 +91,10 @@ def run_worker(monkeypatch, worker, *arguments):
     if IS_INTERPRETED:
         return worker(*arguments)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (error_text,) = run_ranks(
+    (result,) = run_ranks(
         f"tests.unit.test_triton_backend:{worker.__name__}", 1, *arguments, own_interpreter=True
     )
-    return error_text
+    return result
 
 
 @pytest.mark.parametrize(

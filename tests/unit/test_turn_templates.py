@@ -196,7 +196,7 @@ def test_tools_that_the_template_leaves_out_are_refused(name):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe, thinking"])
 def test_thoughts_since_the_last_question_stay_in_the_templates_own_rendering(name):
-    """Before a message of the user, the template drops them, but the model still sees the thoughts that it sampled."""
+    """Before a message of the user, the template drops the thoughts, but the model still sees what it sampled."""
     tokenizer, opened = tokenizer_of(name), PUBLISHED[name].opened
     said = "<think>\n3+5\n</think>\n\n8"
     for role, is_exact in (("tool", True), ("user", False)):
@@ -238,7 +238,7 @@ def test_the_newline_after_the_end_of_a_turn_is_the_templates(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_first_observation_is_one_more_message_of_the_user(name):
-    """It stands between the prompt as it was encoded and the generation prompt."""
+    """The observation stands between the prompt as it was encoded and the generation prompt."""
     tokenizer = tokenizer_of(name)
     turns = TurnTemplate(tokenizer, "user")
     messages = [{"role": "user", "content": "3+5"}]

@@ -125,7 +125,7 @@ def test_one_prompt_alone_has_no_other_to_judge_by() -> None:
         compare_canary([[-1.0]], [[-1.1]], FP32_TOLERANCE, is_routed=True)
 
 
-class EngineWithDigests(ConstantScores):
+class FixedEngine(ConstantScores):
     """An engine without a server. ``held``: the checksums of its tensors, for each rank."""
 
     layout: Any = None
@@ -159,9 +159,9 @@ HELD_TWO = [{"w": "2:two/first+two/second"}] * 2
 def test_engines_of_each_layout_are_compared_with_all_senders_parts_of_it() -> None:
     engines = Engines(
         [
-            EngineWithDigests(A, ONE_RANK, HELD_ONE),
-            EngineWithDigests(B, TWO_RANKS, HELD_TWO),
-            EngineWithDigests(C, ONE_RANK, HELD_ONE),
+            FixedEngine(A, ONE_RANK, HELD_ONE),
+            FixedEngine(B, TWO_RANKS, HELD_TWO),
+            FixedEngine(C, ONE_RANK, HELD_ONE),
         ],
         runner(),
     )
@@ -173,9 +173,9 @@ def test_only_engines_whose_tensors_differ_are_at_fault() -> None:
     wrong = [HELD_TWO[0], {"w": "9"}]
     engines = Engines(
         [
-            EngineWithDigests(A, ONE_RANK, HELD_ONE),
-            EngineWithDigests(B, TWO_RANKS, wrong),
-            EngineWithDigests(C, TWO_RANKS, HELD_TWO),
+            FixedEngine(A, ONE_RANK, HELD_ONE),
+            FixedEngine(B, TWO_RANKS, wrong),
+            FixedEngine(C, TWO_RANKS, HELD_TWO),
         ],
         runner(),
     )
@@ -190,7 +190,7 @@ def test_only_engines_whose_tensors_differ_are_at_fault() -> None:
 def test_a_sender_hashes_each_bucket_once_for_each_layout() -> None:
     hashers: list[Any] = []
 
-    class HashingEngine(EngineWithDigests):
+    class HashingEngine(FixedEngine):
         def expected(self) -> Any:
             buckets: list[Any] = []
             hashers.append(buckets)
@@ -212,7 +212,7 @@ def test_a_sender_hashes_each_bucket_once_for_each_layout() -> None:
 
 
 def test_the_worst_engines_canary_is_reported() -> None:
-    first, worst = EngineWithDigests(A, ONE_RANK, []), EngineWithDigests(B, ONE_RANK, [])
+    first, worst = FixedEngine(A, ONE_RANK, []), FixedEngine(B, ONE_RANK, [])
     first.score_value = first.decode_value = -2.25
     worst.score_value = worst.decode_value = -2.5
     engines = Engines([first, worst], runner())

@@ -36,9 +36,9 @@ def test_without_the_package_a_line_says_what_to_install(tmp_path: Path) -> None
         "from megatron_dppo.diagnostics.data import main; main(sys.argv[1:])"
     )
     words = ["generate", "acre", "--out", str(tmp_path / "x")]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2
-    assert "pip install 'megatron-dppo[reasoning-gym]'" in " ".join(done.stderr.split())
+    assert result.returncode == 2
+    assert "pip install 'megatron-dppo[reasoning-gym]'" in " ".join(result.stderr.split())
     assert find_reward("reasoning_gym").target == "megatron_dppo.rewards.reasoning_gym:score"

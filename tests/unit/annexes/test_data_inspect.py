@@ -1,4 +1,4 @@
-"""What ``inspect`` says of a file, and the comparison of two sets behind it."""
+"""``megatron-dppo data inspect``: its report on a file, and the comparison of two sets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_shingles_are_three_words_in_a_row_without_layout():
 
 
 def test_the_share_of_shingles_that_two_texts_have():
-    # 8 words, 6 shingles each; the changed word is in the last one alone: 5 / (6 + 6 - 5).
+    # Texts of 8 words have 6 shingles. The changed word is only in the last shingle: 5 / (6 + 6 - 5).
     training = ["nothing like it", "a b c d e f g h"]
     evaluation = ["a b c d e f g x", "a b c d e f g h", "other words here"]
     assert near_duplicates(training, evaluation, 0.7) == [(1.0, 1, 1), (5 / 7, 1, 0)]
@@ -39,7 +39,7 @@ def test_the_share_of_shingles_that_two_texts_have():
 
 
 def test_bars_of_equal_width():
-    # The longest is 19: ten bars of 2. The fullest has 40 marks, and none that is not empty has none.
+    # The largest number is 19: ten bars have a width of 2. The fullest bar has 40 marks.
     lines = list(histogram([0, 1, 1, 1, 19, 2]))
     assert len(lines) == 10
     assert lines[0] == f"   0 to  1  {'#' * 40} 4"
@@ -57,8 +57,8 @@ def files(tmp_path):
         {"problem": " 1+1 ", "answer": "2"},
         {"problem": "7+8 and then 5", "answer": "#### 20"},
     ]
-    for name, chosen in {"train": rows, "held_out": rows[3:]}.items():
-        text = "".join(json.dumps(row) + "\n" for row in chosen)
+    for name, file_rows in {"train": rows, "held_out": rows[3:]}.items():
+        text = "".join(json.dumps(row) + "\n" for row in file_rows)
         (tmp_path / f"{name}.jsonl").write_text(text)
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     return tmp_path
@@ -68,33 +68,33 @@ def test_the_report(files, capsys):
     train, held_out = files / "train.jsonl", files / "held_out.jsonl"
     template = ["--prompt-template", "={prompt}=", "--tokenizer", str(files / "tokenizer")]
     main(["inspect", str(train), "--against", str(held_out), *template])
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     encode = tiny_tokenizer().encode
     counts = sorted(
         len(encode(f"<|im_start|>user\n={text}=<|im_end|>\n<|im_start|>assistant\n"))
         for text in ("1+1", "12+3", " 1+1 ", "7+8 and then 5")
     )
-    assert f"{train}: 4 problems, 1 repeated" in told
+    assert f"{train}: 4 problems, 1 repeated" in output
     assert (
         f"prompts in tokens, quantiles: 0% {counts[0]}, 50% {counts[1]}, 90% {counts[3]}, "
         f"99% {counts[3]}, 100% {counts[3]}"
-    ) in told
-    assert mentions(told, "answers: 3", "1 of 4", "math_verify")
-    assert mentions(told, "line 2", 0, 1, 500)
-    assert mentions(told, 0.6, "1 of the 1", held_out, "1 pairs")
-    assert mentions(told, "1.00", f"{train}, line 4", f"{held_out}, line 1", "7+8")
+    ) in output
+    assert mentions(output, "answers: 3", "1 of 4", "math_verify")
+    assert mentions(output, "line 2", 0, 1, 500)
+    assert mentions(output, 0.6, "1 of the 1", held_out, "1 pairs")
+    assert mentions(output, "1.00", f"{train}, line 4", f"{held_out}, line 1", "7+8")
     prompt = "<|im_start|>user\n={}=<|im_end|>\n<|im_start|>assistant\n"
     for line, text in ((1, "1+1"), (3, " 1+1 "), (4, "7+8 and then 5")):
-        assert f"--- {train}, line {line}\n{prompt.format(text)}" in told
+        assert f"--- {train}, line {line}\n{prompt.format(text)}" in output
 
 
 def test_the_report_of_a_folder_names_the_file_of_a_line(files, capsys):
     main(["inspect", str(files), "--against", f"{files}/held_*"])
-    told = capsys.readouterr().out
-    assert f"{files}: 5 problems, 2 repeated" in told
-    assert "tokenizer" in told
-    assert mentions(told, f"{files}/train.jsonl, line 2", 0)
-    assert f"{files}/train.jsonl, line 4 and {files}/held_out.jsonl, line 1" in told
+    output = capsys.readouterr().out
+    assert f"{files}: 5 problems, 2 repeated" in output
+    assert "tokenizer" in output
+    assert mentions(output, f"{files}/train.jsonl, line 2", 0)
+    assert f"{files}/train.jsonl, line 4 and {files}/held_out.jsonl, line 1" in output
 
 
 def test_arguments_of_the_chat_template_are_seen_in_the_prompts(files, capsys):
@@ -112,10 +112,10 @@ def test_arguments_of_the_chat_template_are_seen_in_the_prompts(files, capsys):
 
 def test_without_a_tokenizer_lengths_are_characters(files, capsys):
     main(["inspect", str(files / "train.jsonl"), "--reward", "exact_integer"])
-    told = capsys.readouterr().out
-    assert "prompts in characters, quantiles: 0% 3, 50% 4, 90% 14, 99% 14, 100% 14" in told
-    assert mentions(told, "1 of 4", "exact_integer")
-    assert f"--- {files}/train.jsonl, line 1\n1+1\n" in told
+    output = capsys.readouterr().out
+    assert "prompts in characters, quantiles: 0% 3, 50% 4, 90% 14, 99% 14, 100% 14" in output
+    assert mentions(output, "1 of 4", "exact_integer")
+    assert f"--- {files}/train.jsonl, line 1\n1+1\n" in output
 
 
 @pytest.mark.parametrize(
@@ -131,30 +131,36 @@ def test_without_a_tokenizer_lengths_are_characters(files, capsys):
 def test_what_cannot_be_looked_at_is_one_line(files, capsys, words, message):
     with pytest.raises(SystemExit) as end:
         main(["inspect", *(word.format(train=files / "train.jsonl") for word in words)])
-    told = capsys.readouterr().err.splitlines()[-1]
+    output = capsys.readouterr().err.splitlines()[-1]
     assert end.value.code == 2
-    assert message in told
+    assert message in output
 
 
 PEAK = 700 * 2**20
-"""Bytes above what the process holds: a tokenizer given 10 MB at once takes 4 GB."""
+"""Limit of the bytes that ``inspect`` adds to the process. A tokenizer takes 4 GB for 10 MB in one call."""
 
 
 @pytest.mark.parametrize("words", [[], ["--tokenizer"], ["--against"]])
 def test_a_line_of_ten_megabytes_takes_little_memory_and_a_screen(files, capsys, words):
     long = {"problem": "find a1 + b23 " * 700_000 + "now", "answer": "2"}
     (files / "long.jsonl").write_text(json.dumps(long) + "\n")
-    given = {"--tokenizer": [str(files / "tokenizer")], "--against": [str(files / "long.jsonl")]}
-    main(["inspect", str(files / "held_out.jsonl"), *words, *given.get(" ".join(words), [])])
+    option_values = {
+        "--tokenizer": [str(files / "tokenizer")],
+        "--against": [str(files / "long.jsonl")],
+    }
+    main(
+        ["inspect", str(files / "held_out.jsonl"), *words, *option_values.get(" ".join(words), [])]
+    )
     capsys.readouterr()
     before = resident(reset_peak=True)
-    main(["inspect", str(files / "long.jsonl"), *words, *given.get(" ".join(words), [])])
-    said = capsys.readouterr().out
+    main(["inspect", str(files / "long.jsonl"), *words, *option_values.get(" ".join(words), [])])
+    output = capsys.readouterr().out
     assert resident() - before < PEAK
-    assert len(said) < 8000
-    assert "find a1 + b23" in said
-    assert "now" in said[-40:] or words == ["--tokenizer"]  # which ends in the assistant's turn
-    assert "characters ...]" in said
+    assert len(output) < 8000
+    assert "find a1 + b23" in output
+    # With a tokenizer, the prompt ends in the assistant's turn.
+    assert "now" in output[-40:] or words == ["--tokenizer"]
+    assert "characters ...]" in output
 
 
 def test_many_prompts_are_tokenised_in_calls_of_bounded_size(monkeypatch):
@@ -164,13 +170,13 @@ def test_many_prompts_are_tokenised_in_calls_of_bounded_size(monkeypatch):
     monkeypatch.setattr(problems, "PIECE", 200)
     original = type(tokenizer).__call__
 
-    def counting(self, texts, **kwargs):
+    def count_and_call(self, texts, **kwargs):
         calls.append(sum(map(len, texts)))
         return original(self, texts, **kwargs)
 
-    monkeypatch.setattr(type(tokenizer), "__call__", counting)
+    monkeypatch.setattr(type(tokenizer), "__call__", count_and_call)
     assert tokenise(tokenizer, texts, PLAIN, [""] * len(texts)) == expected
-    assert calls == [171, 279 - 9, 600, 6]
+    assert calls == [171, 270, 600, 6]
     assert token_counts(tokenizer, texts[:4], PLAIN, [""] * 4) == [len(ids) for ids in expected[:4]]
     assert token_counts(tokenizer, texts[5:6], PLAIN, [""]) == pytest.approx(
         [len(expected[5])], abs=3
@@ -186,10 +192,10 @@ def test_special_tokens_in_problems_are_counted(files, capsys):
     path = files / "special.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     main(["inspect", str(path), "--tokenizer", str(files / "tokenizer")])
-    told = capsys.readouterr().out
-    assert mentions(told, "<|im_end|>", "2 of 3", f"{path}, line 1")
-    assert mentions(told, "<|im_start|>", "1 of 3", f"{path}, line 1")
-    assert "<|endoftext|>" not in told
+    output = capsys.readouterr().out
+    assert mentions(output, "<|im_end|>", "2 of 3", f"{path}, line 1")
+    assert mentions(output, "<|im_start|>", "1 of 3", f"{path}, line 1")
+    assert "<|endoftext|>" not in output
 
 
 def test_tokens_beyond_the_embedding_are_counted(files, capsys):
@@ -203,8 +209,8 @@ def test_tokens_beyond_the_embedding_are_counted(files, capsys):
     rows = [{"problem": text, "answer": "2"} for text in ("1", "2<extra_2>", "<extra_1>")]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     main(["inspect", str(path), "--tokenizer", str(folder)])
-    told = capsys.readouterr().out
-    assert mentions(told, "2 of 3", f"{path}, line 2", size + 1, "('<extra_2>')")
+    output = capsys.readouterr().out
+    assert mentions(output, "2 of 3", f"{path}, line 2", size + 1, "('<extra_2>')")
     (folder / "config.json").write_text(json.dumps({"vocab_size": size + 2}))
     main(["inspect", str(path), "--tokenizer", str(folder)])
     assert "beyond the" not in capsys.readouterr().out
@@ -220,9 +226,9 @@ def test_columns_that_are_no_part_of_the_prompts_are_named(files, capsys):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     main(["inspect", str(path)])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "'context'" in line]
-    # The first context is in its prompt.
-    for named in ("'context' (1)", "'functions' (1)", "'system' (1)"):
-        assert named in line
+    # The first row's context is in its question.
+    for column in ("'context' (1)", "'functions' (1)", "'system' (1)"):
+        assert column in line
     assert "source" not in line
     main(["inspect", str(files / "train.jsonl")])
     assert "no part of the prompts" not in capsys.readouterr().out
@@ -235,17 +241,17 @@ def test_warnings_of_a_chat_template(files, capsys):
         tokenizer.save_pretrained(files / "tokenizer")
         folder = str(files / "tokenizer")
         main(["inspect", str(files / "train.jsonl"), "--tokenizer", folder, *words])
-        said = capsys.readouterr().out.splitlines()
-        return [line for line in said if line.startswith("warning: ")]
+        output = capsys.readouterr().out.splitlines()
+        return [line for line in output if line.startswith("warning: ")]
 
     usual = tiny_tokenizer().chat_template
     assert warnings(usual) == []
     (dated,) = warnings("{{ strftime_now('%d %b') }}" + usual)
     assert "date" in dated
-    unasked = usual[: usual.index("{% if add_generation_prompt")]
-    (unended,) = warnings(unasked)
+    without_prompt = usual[: usual.index("{% if add_generation_prompt")]
+    (unended,) = warnings(without_prompt)
     assert "generation prompt" in unended
-    assert warnings(unasked, "--plain") == []
+    assert warnings(without_prompt, "--plain") == []
 
 
 def test_images_are_refused_and_tools_are_shown(files, capsys):
@@ -258,9 +264,9 @@ def test_images_are_refused_and_tools_are_shown(files, capsys):
     tool = {"type": "function", "function": {"name": "add"}}
     path.write_text(json.dumps({"prompt": "1+1", "answer": "2", "tools": [tool]}))
     main(["inspect", str(path), *words])
-    said = capsys.readouterr().out
-    assert '"name": "add"' in said
-    assert "warning" not in said
+    output = capsys.readouterr().out
+    assert '"name": "add"' in output
+    assert "warning" not in output
     path.write_text(json.dumps({"prompt": "<image>1", "answer": "2", "images": [{"path": "a"}]}))
     with pytest.raises(SystemExit):
         main(["inspect", str(path)])

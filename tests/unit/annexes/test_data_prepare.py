@@ -1,4 +1,4 @@
-"""Published sets as they are published, in small: what of each row is kept, and what is said of the rest."""
+"""Small sets in the forms of published ones: what is kept of each row, and what is reported of other rows."""
 
 from __future__ import annotations
 
@@ -51,41 +51,41 @@ OUT = "data/out.jsonl"
 
 
 @pytest.fixture
-def prepared(tmp_path):
+def prepare_rows(tmp_path):
     def run(name: str, rows: list[dict], file: str = "set.parquet", **words) -> Preparation:
-        # Its folder is made.
+        # ``prepare`` makes the output's folder.
         return prepare(name, str(write(tmp_path / file, rows)), tmp_path / OUT, **words)
 
     return run
 
 
 @pytest.mark.parametrize("file", ["dapo.parquet", "dapo.jsonl", "dapo.json", "data-00000.arrow"])
-def test_every_format_and_the_file_that_comes_of_it(prepared, tmp_path, file):
+def test_every_format_and_the_file_that_comes_of_it(prepare_rows, tmp_path, file):
     rows = [dapo("What is $1+1$?", "2"), dapo("求 $x$。", "34")]
-    assert prepared("dapo-math-17k", rows, file).rows == 2
+    assert prepare_rows("dapo-math-17k", rows, file).rows == 2
     assert [json.loads(line) for line in (tmp_path / OUT).read_text().splitlines()] == [
         {"problem": "What is $1+1$?", "answer": "2", "source": "dapo-math-17k"},
         {"problem": "求 $x$。", "answer": "34", "source": "dapo-math-17k"},
     ]
 
 
-def test_duplicates_and_conflicts_are_left_out_and_counted(prepared):
+def test_duplicates_and_conflicts_are_left_out_and_counted(prepare_rows):
     rows = [dapo("a", "1", "x"), dapo("b", "2", "y"), dapo("c", "3", "z")] * 3
-    rows += [dapo(" a ", "1.0"), dapo("b", "5")]  # the same in other words; another answer
-    found = prepared("dapo-math-17k", rows)
-    assert found.answers == {"a": "1", "c": "3"}
-    assert sorted(found.left_out.values()) == [2, 7]
-    assert found.left_out["duplicates"] == 7
-    assert found.rows == len(found.answers) + sum(found.left_out.values()) == 11
-    assert len(found.instructed) == 2
-    assert mentions(next(found.report()), 11, 2)
+    rows += [dapo(" a ", "1.0"), dapo("b", "5")]  # a duplicate in another spelling; a conflict
+    preparation = prepare_rows("dapo-math-17k", rows)
+    assert preparation.answers == {"a": "1", "c": "3"}
+    assert sorted(preparation.left_out.values()) == [2, 7]
+    assert preparation.left_out["duplicates"] == 7
+    assert preparation.rows == len(preparation.answers) + sum(preparation.left_out.values()) == 11
+    assert len(preparation.instructed) == 2
+    assert mentions(next(preparation.report()), 11, 2)
 
 
-def test_the_english_subset(prepared):
+def test_the_english_subset(prepare_rows):
     rows = [dapo("a", "1"), dapo("设 $a$ 是", "2"), dapo("naïve Étude", "3")]
-    found = prepared("dapo-math-13k", rows)
-    assert list(found.answers) == ["a", "naïve Étude"]
-    assert list(found.left_out.values()) == [1]
+    preparation = prepare_rows("dapo-math-13k", rows)
+    assert list(preparation.answers) == ["a", "naïve Étude"]
+    assert list(preparation.left_out.values()) == [1]
 
 
 @pytest.mark.parametrize(
@@ -138,20 +138,20 @@ def test_the_english_subset(prepared):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("file", ["set.parquet", "set.jsonl"])
-def test_published_schemas(prepared, name, row, problem, answer, file):
-    assert prepared(name, [row], file).answers == {problem: answer}
+def test_published_schemas(prepare_rows, name, row, problem, answer, file):
+    assert prepare_rows(name, [row], file).answers == {problem: answer}
 
 
-def test_other_years_are_left_out(prepared):
+def test_other_years_are_left_out(prepare_rows):
     rows = [
         {"problem": f"p{year}", "answer": "1", "url": f"https://x.org/{year}_AIME_I_Problems/1"}
         for year in (2022, 2023, 2024)
     ]
-    found = prepared("aime24", rows)
-    assert (list(found.answers), list(found.left_out.values())) == (["p2024"], [2])
+    preparation = prepare_rows("aime24", rows)
+    assert (list(preparation.answers), list(preparation.left_out.values())) == (["p2024"], [2])
 
 
-def test_rows_that_cannot_be_used_are_named(prepared, tmp_path):
+def test_rows_that_cannot_be_used_are_named(prepare_rows, tmp_path):
     rows = [
         {"problem": "p", "solution": "no mark"},
         {"problem": " ", "solution": r"\boxed{1}"},
@@ -159,27 +159,27 @@ def test_rows_that_cannot_be_used_are_named(prepared, tmp_path):
         {"problem": "s", "solution": r"\boxed{}"},
         {"problem": "t", "solution": r"\boxed{1}"},
     ]
-    found = prepared("math", rows, "set.jsonl")
-    assert found.answers == {"t": "1"}
+    preparation = prepare_rows("math", rows, "set.jsonl")
+    assert preparation.answers == {"t": "1"}
     where = f"{tmp_path}/set.jsonl"
     expected = [
         ("row 1", "solution", "####"),
         ("row 2", "problem", '" "'),
         ("row 3", "answer", "null"),
     ]
-    for fault, values in zip(found.faults, expected, strict=True):
+    for fault, values in zip(preparation.faults, expected, strict=True):
         assert mentions(fault, where, *values)
-    assert list(found.left_out.values()) == [4]
+    assert list(preparation.left_out.values()) == [4]
     with pytest.raises(DataError, match=" 0 to 999"):
-        prepared("aime25", [{"problem": "p", "answer": "1000"}])
-    talk = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+        prepare_rows("aime25", [{"problem": "p", "answer": "1000"}])
+    messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
     with pytest.raises(DataError, match=mentioning("set.parquet", "left")):
-        prepared("dapo-math-17k", [{"prompt": talk, "label": "1"}])
+        prepare_rows("dapo-math-17k", [{"prompt": messages, "label": "1"}])
 
 
-def test_a_system_message_is_the_publishers_instruction(prepared):
-    talk = [{"role": "system", "content": "Think."}, {"role": "user", "content": "q"}]
-    assert prepared("dapo-math-17k", [{"prompt": talk, "label": "1"}]).answers == {"q": "1"}
+def test_a_system_message_is_the_publishers_instruction(prepare_rows):
+    messages = [{"role": "system", "content": "Think."}, {"role": "user", "content": "q"}]
+    assert prepare_rows("dapo-math-17k", [{"prompt": messages, "label": "1"}]).answers == {"q": "1"}
 
 
 def test_a_folder_with_splits_and_configurations(tmp_path):
@@ -223,9 +223,9 @@ def test_known_instructions_are_taken_away(text):
     assert bare_problem(text) == "q"
 
 
-def test_unknown_columns_and_what_is_not_there(prepared, tmp_path):
+def test_unknown_columns_and_what_is_not_there(prepare_rows, tmp_path):
     with pytest.raises(DataError, match=r"\['a'\].*question "):
-        prepared("gsm8k", [{"a": 1}])
+        prepare_rows("gsm8k", [{"a": 1}])
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 no more")
     with pytest.raises(DataError, match=r"broken\.parquet: .*Parquet"):
@@ -238,20 +238,20 @@ def test_unknown_columns_and_what_is_not_there(prepared, tmp_path):
 
 @pytest.mark.parametrize("name", SETS)
 def test_without_the_hub_the_wanted_file_is_named(name, tmp_path, monkeypatch, capsys):
-    found = builtins.__import__
+    real_import = builtins.__import__
 
-    def without_datasets(wanted, *rest):
-        if wanted == "datasets":
-            raise ImportError(wanted)
-        return found(wanted, *rest)
+    def import_without_datasets(module, *rest):
+        if module == "datasets":
+            raise ImportError(module)
+        return real_import(module, *rest)
 
-    monkeypatch.setattr(builtins, "__import__", without_datasets)
+    monkeypatch.setattr(builtins, "__import__", import_without_datasets)
     with pytest.raises(SystemExit) as end:
         main(["prepare", name, "--from", "who/what", "--out", str(tmp_path / "out.jsonl")])
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert end.value.code == 2
-    assert mentions(told, "pip", "datasets")
-    assert mentions(told, SETS[name].file, f"https://huggingface.co/datasets/{SETS[name].hub}")
+    assert mentions(output, "pip", "datasets")
+    assert mentions(output, SETS[name].file, f"https://huggingface.co/datasets/{SETS[name].hub}")
     assert not (tmp_path / "out.jsonl").exists()
 
 

@@ -1,5 +1,5 @@
-"""``megatron-dppo doctor`` on batches whose engine and trainer were transformers, healthy and with one fault each: the
-axis that it names."""
+"""``megatron-dppo doctor`` names the axis of a fault. Models of transformers are engine and trainer of the batches,
+which are healthy or have one fault."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PROMPTS, GROUP, TOKENS = 6, 4, 24
 
 
 def with_tensors(source: Path, target: Path, change: Callable[[dict], None]) -> Path:
-    """A copy of a model's folder with changed weights."""
+    """Copy a model's folder and change the weights of the copy."""
     shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
     change(tensors)
@@ -59,15 +59,15 @@ def with_tensors(source: Path, target: Path, change: Callable[[dict], None]) -> 
     return target
 
 
-def trained(tensors: dict) -> None:
-    """As a step of training might leave them."""
+def train_tensors(tensors: dict) -> None:
+    """Change the weights as a step of training might do."""
     torch.manual_seed(5)
     for name, tensor in tensors.items():
         tensors[name] = tensor * (1 + 0.05 * torch.randn_like(tensor))
 
 
 class Policy:
-    """transformers, its gates' choices kept."""
+    """A model of transformers that samples, scores, and returns the experts that its routers choose."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
@@ -92,7 +92,7 @@ class Policy:
     def draw(
         self, prompt: list[int], seeds: list[int], temperature: float, top_p: float
     ) -> np.ndarray:
-        """A response for each seed: [seeds, TOKENS]."""
+        """Return a response for each seed: [seeds, TOKENS]."""
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         ids = torch.tensor([prompt] * len(seeds))
         for _ in range(TOKENS):
@@ -100,19 +100,19 @@ class Policy:
                 logits = self.model(ids).logits[:, -1].double() / temperature
             p, order = logits.softmax(-1).sort(descending=True)
             p = torch.where(p.cumsum(-1) - p < top_p, p, 0.0)
-            drawn = [
+            places = [
                 torch.multinomial(row, 1, generator=g) for row, g in zip(p, generators, strict=True)
             ]
-            ids = torch.cat([ids, order.gather(1, torch.stack(drawn))], 1)
+            ids = torch.cat([ids, order.gather(1, torch.stack(places))], 1)
         return ids[:, len(prompt) :].numpy()
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> SimpleNamespace:
-    """Batch of step 2: version 1 sampled it and was trained."""
+    """A run with the batch of step 2, which weight version 1 sampled and on which version 1 was trained."""
     folder = tmp_path_factory.mktemp("doctor")
     start = save_tiny_model(folder / "start", "qwen3_moe", seed=1, vocab_size=512)
-    after = with_tensors(start, folder / "after", trained)
+    after = with_tensors(start, folder / "after", train_tensors)
     config = TrainConfig.model_validate(
         {
             "run": {"directory": str(folder), "steps": 1},
@@ -129,17 +129,17 @@ def run(tmp_path_factory) -> SimpleNamespace:
     policy = Policy(after)
     return SimpleNamespace(
         folder=folder, start=start, after=after, config=config, policy=policy,
-        batch=drawn(policy, lambda problem, sample: 100 * problem + sample),
+        batch=sample_batch(policy, lambda problem, sample: 100 * problem + sample),
     )  # fmt: skip
 
 
-def drawn(
+def sample_batch(
     policy: Policy,
     seed_of: Callable[[int, int], int],
     temperature: float = TEMPERATURE,
     top_p: float = 1.0,
 ) -> list[Trajectory]:
-    """Really sampled; both sides give the policy's log-probabilities at the configured temperature."""
+    """Sample a batch. Both sides have the policy's log-probabilities at the configured temperature."""
     rng, batch = np.random.default_rng(3), []
     for problem in range(PROMPTS):
         prompt = rng.integers(3, 512, size=8 + problem).tolist()
@@ -170,15 +170,15 @@ def axes(examination) -> list[str]:
 
 
 def test_a_healthy_batch_has_no_finding(run, tmp_path):
-    found = examine(run, run.batch, tmp_path)
-    assert axes(found) == ["healthy", "healthy"]
-    assert found.findings == []
-    assert all(v.gap < 1e-6 for v in found.diagnoses)
-    assert found.draws.tokens == PROMPTS * GROUP * TOKENS
+    examination = examine(run, run.batch, tmp_path)
+    assert axes(examination) == ["healthy", "healthy"]
+    assert examination.findings == []
+    assert all(v.gap < 1e-6 for v in examination.diagnoses)
+    assert examination.draws.tokens == PROMPTS * GROUP * TOKENS
 
 
 def test_a_response_without_a_token_keeps_its_place(run, tmp_path):
-    """The first mini-batch is of places: one response less in it, and none of the second."""
+    """The empty response keeps its place, so no response of the second mini-batch, with other weights, moves up."""
     t = run.batch[1]
     empty = Trajectory.of_response(t.prompt_ids, [], problem_id=t.problem_id, sample_index=1)
     empty = with_sides(
@@ -201,23 +201,23 @@ def test_a_response_without_a_token_keeps_its_place(run, tmp_path):
     assert figures["draws"]["tokens"] == (PROMPTS * GROUP - 1) * TOKENS
 
 
-def swapped_norms(tensors: dict) -> None:
+def swap_norms(tensors: dict) -> None:
     for name in [n for n in tensors if "input_layernorm" in n]:
         other = name.replace("input_layernorm", "post_attention_layernorm")
         tensors[name], tensors[other] = tensors[other].clone(), tensors[name].clone()
 
 
-def moved_experts(tensors: dict) -> None:
-    """Of eight experts on two ranks."""
-    kept = {n: t.clone() for n, t in tensors.items() if ".experts." in n}
-    for name, tensor in kept.items():
+def move_experts(tensors: dict) -> None:
+    """Give each of two ranks the other rank's four experts."""
+    experts = {n: t.clone() for n, t in tensors.items() if ".experts." in n}
+    for name, tensor in experts.items():
         head, tail = name.split(".experts.")
         expert, rest = tail.split(".", 1)
         tensors[f"{head}.experts.{(int(expert) + 4) % 8}.{rest}"] = tensor
 
 
 def test_each_rank_gets_the_experts_of_the_next_rank(run):
-    """Of eight experts on four ranks."""
+    """There are eight experts on four ranks."""
     reference = Reference(run.after)
     experts = {n: t.data.clone() for n, t in reference.tensors.items() if ".experts." in n}
     assert experts
@@ -238,7 +238,7 @@ def stale_embedding(start: Path) -> Callable[[dict], None]:
     return change
 
 
-def rounded_head(run: SimpleNamespace, _: Path, results: torch.dtype) -> LogProbs:
+def round_head(run: SimpleNamespace, _: Path, results: torch.dtype) -> LogProbs:
     policy = Policy(run.after)
     weight = policy.model.lm_head.weight.data.bfloat16()
     policy.model.lm_head.forward = lambda x: torch.nn.functional.linear(
@@ -247,7 +247,7 @@ def rounded_head(run: SimpleNamespace, _: Path, results: torch.dtype) -> LogProb
     return policy.log_probs
 
 
-def scaled_positions(run: SimpleNamespace, folder: Path) -> LogProbs:
+def scale_positions(run: SimpleNamespace, folder: Path) -> LogProbs:
     shutil.copytree(run.after, folder)
     values = json.loads((folder / "config.json").read_text())
     values["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
@@ -255,28 +255,28 @@ def scaled_positions(run: SimpleNamespace, folder: Path) -> LogProbs:
     return Policy(folder).log_probs
 
 
-def changed(run: SimpleNamespace, folder: Path, change: Callable[[dict], None]) -> LogProbs:
+def log_probs_with(run: SimpleNamespace, folder: Path, change: Callable[[dict], None]) -> LogProbs:
     return Policy(with_tensors(run.after, folder, change)).log_probs
 
 
 FAULTS: dict[str, Callable[[SimpleNamespace, Path], LogProbs]] = {
     "version": lambda run, _: Policy(run.start).log_probs,
-    "norms": lambda run, folder: changed(run, folder, swapped_norms),
-    "experts": lambda run, folder: changed(run, folder, moved_experts),
-    "shard": lambda run, folder: changed(run, folder, stale_embedding(run.start)),
+    "norms": lambda run, folder: log_probs_with(run, folder, swap_norms),
+    "experts": lambda run, folder: log_probs_with(run, folder, move_experts),
+    "shard": lambda run, folder: log_probs_with(run, folder, stale_embedding(run.start)),
     "temperature": lambda run, _: partial(run.policy.log_probs, temperature=1.0),
     "bfloat16": lambda run, _: Policy(run.after, torch.bfloat16).log_probs,
-    "head": partial(rounded_head, results=torch.bfloat16),
-    "head's inputs": partial(rounded_head, results=torch.float32),
-    "positions": scaled_positions,
-    "vocabulary": lambda run, _: partial(truncated, run.policy),
+    "head": partial(round_head, results=torch.bfloat16),
+    "head's inputs": partial(round_head, results=torch.float32),
+    "positions": scale_positions,
+    "vocabulary": lambda run, _: partial(truncated_log_probs, run.policy),
     "cache": lambda run, _: partial(after_old_prompt, run.policy, Policy(run.start)),
 }
-"""What makes log p of a trajectory's sampled tokens with the fault."""
+"""Each entry makes a function that computes log p of a trajectory's sampled tokens with the fault."""
 
 
-def truncated(policy: Policy, t: Trajectory) -> np.ndarray:
-    """The last quarter of the vocabulary is missing in the sum of exponentials."""
+def truncated_log_probs(policy: Policy, t: Trajectory) -> np.ndarray:
+    """Return log p with a sum of exponentials that lacks the last quarter of the vocabulary."""
     rows = policy.logits(t.token_ids)[len(t.prompt_ids) - 1 : -1] / TEMPERATURE
     ids = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
     return (rows.gather(1, ids)[:, 0] - rows[:, :384].logsumexp(-1)).float().numpy()
@@ -316,31 +316,31 @@ def test_the_axis_of_a_fault_is_named(run, tmp_path, side, fault, axis, name):
     column = {"engine": "rollout_log_probs", "trainer": "loss_log_probs"}[side]
     log_probs = FAULTS[fault](run, tmp_path / "changed")
     batch = [t.with_columns(**{column: log_probs(t)}) for t in run.batch]
-    found = examine(run, batch, tmp_path / "converted")
+    examination = examine(run, batch, tmp_path / "converted")
     expected = ["healthy", "healthy"]
     expected[side == "trainer"] = axis
-    assert axes(found) == expected
-    verdict = found.diagnoses[side == "trainer"]
+    assert axes(examination) == expected
+    verdict = examination.diagnoses[side == "trainer"]
     assert verdict.cause.name == name
     assert verdict.gaps[name] < 0.3 * verdict.gap or fault == "bfloat16"
-    assert len(found.findings) == 1
+    assert len(examination.findings) == 1
     worst = verdict.tokens[0]
     t = batch[worst.response]
     assert worst.token_id == t.response_ids[worst.position]
     assert worst.side == pytest.approx(float(np.exp(t.column(column)[worst.position])))
 
 
-class CacheInHalf(DynamicCache):
+class BFloat16Cache(DynamicCache):
     def update(self, key_states, value_states, layer_idx, *more, **options):
         keys, values = (x.bfloat16().float() for x in (key_states, value_states))
         return super().update(keys, values, layer_idx, *more, **options)
 
 
 @torch.no_grad()
-def decoded(policy: Policy, t: Trajectory, *, prefill: bool) -> np.ndarray:
-    """Token by token, from a cache in bfloat16; ``prefill``: the prompt in one pass that does not read it."""
+def decoded_log_probs(policy: Policy, t: Trajectory, *, prefill: bool) -> np.ndarray:
+    """Return log p of decoding by token with a bfloat16 cache. ``prefill``: one pass without it reads the prompt."""
     ids = torch.from_numpy(t.token_ids.astype(np.int64))[None]
-    cache, rows, start = CacheInHalf(), [], 0
+    cache, rows, start = BFloat16Cache(), [], 0
     if prefill:
         start = len(t.prompt_ids)
         answer = policy.model(ids[:, :start], use_cache=True)
@@ -364,16 +364,16 @@ def decoded(policy: Policy, t: Trajectory, *, prefill: bool) -> np.ndarray:
 )
 def test_an_engine_that_decodes_from_a_rounded_cache_is_named(run, tmp_path, prefill, name):
     batch = [
-        t.with_columns(rollout_log_probs=decoded(run.policy, t, prefill=prefill))
+        t.with_columns(rollout_log_probs=decoded_log_probs(run.policy, t, prefill=prefill))
         for t in run.batch[: 2 * GROUP]
     ]
-    found = examine(run, batch, tmp_path)
-    assert axes(found) == ["cache", "healthy"]
-    assert found.diagnoses[0].cause.name == name
+    examination = examine(run, batch, tmp_path)
+    assert axes(examination) == ["cache", "healthy"]
+    assert examination.diagnoses[0].cause.name == name
 
 
 class CountedWeights(KnownWeights):
-    """Counts the models that are in memory when another one has been loaded."""
+    """Records the largest number of models that are in memory after a load."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
@@ -390,7 +390,7 @@ class CountedWeights(KnownWeights):
 def test_weights_of_two_steps_before_are_named_beside_those_of_one_and_newer_ones_too(
     run, tmp_path, engine, name
 ):
-    """Version 3 should have sampled. A quarter of the way is left from each version to the next."""
+    """The batch claims version 3, but another version sampled it. Versions 0 to 4 are equally far apart."""
     start, after = (load_file(folder / "model.safetensors") for folder in (run.start, run.after))
     folders = {
         version: with_tensors(
@@ -402,9 +402,9 @@ def test_weights_of_two_steps_before_are_named_beside_those_of_one_and_newer_one
         )
         for version in (1, 2, 3, 4)
     }
-    own, others = (Policy(folders[version]) for version in (3, engine))
+    claimed, actual = (Policy(folders[version]) for version in (3, engine))
     batch = [
-        with_sides(t, others.log_probs(t), own.log_probs(t), own.routing(t)).with_columns(
+        with_sides(t, actual.log_probs(t), claimed.log_probs(t), claimed.routing(t)).with_columns(
             weight_version=np.full(t.sampled, 3, np.int32)
         )
         for t in run.batch[: 2 * GROUP]
@@ -419,7 +419,7 @@ def test_weights_of_two_steps_before_are_named_beside_those_of_one_and_newer_one
 
 
 def two_ranks_that_round_sums(folder: str, config: dict) -> list[torch.Tensor]:
-    """log pi of the batch by a trainer of two ranks that add what each has of a layer in bfloat16."""
+    """Return log pi of the batch by a trainer of two ranks that add their parts of each layer in bfloat16."""
     from megatron_dppo.diagnostics.doctor.ladder import Rung, log_probs_of
     from megatron_dppo.trainer.trainer import Trainer
 
@@ -442,7 +442,7 @@ def two_ranks_that_round_sums(folder: str, config: dict) -> list[torch.Tensor]:
 
 
 def test_a_sum_over_ranks_that_is_rounded_is_the_layout(run, tmp_path):
-    """By the size of its gap it might be precision."""
+    """The size of the gap would also fit a fault of precision."""
     batch = run.batch[: 2 * GROUP]
     save_batch(tmp_path, 2, batch)
     model = run.config.model.model_copy(update={"hf_checkpoint": str(run.after)})
@@ -459,17 +459,17 @@ def test_a_sum_over_ranks_that_is_rounded_is_the_layout(run, tmp_path):
     assert (engine.axis, trainer.axis) == ("healthy", "layout")
     assert next(iter(trainer.gaps)) == LAYOUT
     assert trainer.gaps[LAYOUT] < trainer.noise
-    # What it would have been called.
+    # By its size alone, the gap would be called rounding.
     assert trainer.gap / COARSE < trainer.gaps[causes.ROUNDED] < trainer.gap * COARSE
     assert all(token.with_cause is None for token in trainer.tokens)
 
 
 def log_probs_by(folder: Path, batch: list[Trajectory], rows_of) -> list[np.ndarray]:
-    """Of a policy that takes the experts ``rows_of(trajectory)`` for all tokens but the last."""
+    """Return log p of a policy that uses the experts ``rows_of(trajectory)`` for all tokens but the last."""
     policy = Policy(folder)
     rows: list[torch.Tensor] = []
 
-    def sent(gate, hidden, answer, layer):
+    def replace_choice(gate, hidden, answer, layer):
         logits, _, chosen = answer
         chosen = torch.cat([rows[0][:, layer], chosen[len(rows[0]) :]])
         p = logits.softmax(-1).gather(-1, chosen)
@@ -477,16 +477,16 @@ def log_probs_by(folder: Path, batch: list[Trajectory], rows_of) -> list[np.ndar
 
     for layer, block in enumerate(policy.model.model.layers):
         block.mlp.gate.register_forward_hook(
-            lambda gate, x, answer, layer=layer: sent(gate, x, answer, layer)
+            lambda gate, x, answer, layer=layer: replace_choice(gate, x, answer, layer)
         )
-    found = []
+    log_probs = []
     for t in batch:
         rows[:] = [torch.from_numpy(rows_of(t).astype(np.int64))]
-        found.append(policy.log_probs(t))
-    return found
+        log_probs.append(policy.log_probs(t))
+    return log_probs
 
 
-def moved(t: Trajectory, layers: int, tokens: int) -> np.ndarray:
+def moved_rows(t: Trajectory, layers: int, tokens: int) -> np.ndarray:
     return np.roll(t.column("routed_experts"), (tokens, layers), (0, 1))
 
 
@@ -498,31 +498,35 @@ MOVES = [
 
 @pytest.mark.parametrize(("layers", "tokens", "name"), MOVES)
 def test_rows_that_were_replayed_elsewhere_are_named(run, tmp_path, layers, tokens, name):
-    """The trainer routes by rows of another layer or token: they are the engine's, in another place."""
-    followed = log_probs_by(run.after, run.batch, lambda t: moved(t, layers, tokens))
-    batch = [t.with_columns(loss_log_probs=x) for t, x in zip(run.batch, followed, strict=True)]
-    found = examine(run, batch, tmp_path)
-    assert axes(found) == ["healthy", "routing"]
-    assert found.diagnoses[1].cause.name == name
+    """The trainer uses the engine's recorded rows at another layer or token."""
+    trainer_log_probs = log_probs_by(run.after, run.batch, lambda t: moved_rows(t, layers, tokens))
+    batch = [
+        t.with_columns(loss_log_probs=x) for t, x in zip(run.batch, trainer_log_probs, strict=True)
+    ]
+    examination = examine(run, batch, tmp_path)
+    assert axes(examination) == ["healthy", "routing"]
+    assert examination.diagnoses[1].cause.name == name
 
 
 @pytest.mark.parametrize(("layers", "tokens", "name"), MOVES)
 def test_a_recording_of_another_place_is_named(run, tmp_path, layers, tokens, name):
-    """The engine computes what its weights say and returns rows of another layer or token, which the trainer follows:
-    both are healthy by themselves."""
-    recorded = [t.with_columns(routed_experts=moved(t, -layers, -tokens)) for t in run.batch]
-    followed = log_probs_by(run.after, recorded, lambda t: t.column("routed_experts"))
-    batch = [t.with_columns(loss_log_probs=x) for t, x in zip(recorded, followed, strict=True)]
+    """The engine computes correctly, but records the rows of another layer or token. The trainer follows these rows.
+    Each side is healthy by itself."""
+    recorded = [t.with_columns(routed_experts=moved_rows(t, -layers, -tokens)) for t in run.batch]
+    trainer_log_probs = log_probs_by(run.after, recorded, lambda t: t.column("routed_experts"))
+    batch = [
+        t.with_columns(loss_log_probs=x) for t, x in zip(recorded, trainer_log_probs, strict=True)
+    ]
     replaying = run.config.rollout.model_copy(update={"router_replay": True})
     config = run.config.model_copy(update={"rollout": replaying})
-    found = examine(SimpleNamespace(**{**vars(run), "config": config}), batch, tmp_path)
-    assert axes(found) == ["healthy", "healthy", "routing"]
-    assert found.diagnoses[2].cause.name == name
-    assert found.findings[0].startswith(f"recording: routing: {name} (mean |p - reference| ")
-    # And a right one is healthy.
-    found = examine(SimpleNamespace(**{**vars(run), "config": config}), run.batch, tmp_path)
-    assert axes(found) == ["healthy"] * 3
-    assert found.findings == []
+    examination = examine(SimpleNamespace(**{**vars(run), "config": config}), batch, tmp_path)
+    assert axes(examination) == ["healthy", "healthy", "routing"]
+    assert examination.diagnoses[2].cause.name == name
+    assert examination.findings[0].startswith(f"recording: routing: {name} (mean |p - reference| ")
+    # A correct recording is healthy.
+    examination = examine(SimpleNamespace(**{**vars(run), "config": config}), run.batch, tmp_path)
+    assert axes(examination) == ["healthy"] * 3
+    assert examination.findings == []
 
 
 @pytest.mark.parametrize(
@@ -532,19 +536,21 @@ def test_a_recording_of_another_place_is_named(run, tmp_path, layers, tokens, na
 def test_tokens_drawn_otherwise_than_both_sides_say_are_seen(
     run, tmp_path, temperature, top_p, sampler
 ):
-    batch = drawn(run.policy, lambda p, s: 100 * p + s, temperature, top_p)
-    found = examine(run, batch, tmp_path)
-    assert axes(found) == ["healthy", "healthy"]
-    assert found.draws.sampler == sampler
-    assert found.findings[0].startswith("sampling: ")
+    batch = sample_batch(run.policy, lambda p, s: 100 * p + s, temperature, top_p)
+    examination = examine(run, batch, tmp_path)
+    assert axes(examination) == ["healthy", "healthy"]
+    assert examination.draws.sampler == sampler
+    assert examination.findings[0].startswith("sampling: ")
 
 
 def test_equal_seeds_are_seen(run, tmp_path):
-    found = examine(run, drawn(run.policy, lambda problem, sample: sample // 2), tmp_path)
+    examination = examine(
+        run, sample_batch(run.policy, lambda problem, sample: sample // 2), tmp_path
+    )
     copies = [(g + i, g + i + 1) for g in range(0, PROMPTS * GROUP, GROUP) for i in (0, 2)]
-    assert found.draws.copies == copies
-    assert found.draws.expected_copies < 1e-6
-    assert found.findings[0].startswith("seeds: 12 pairs")
+    assert examination.draws.copies == copies
+    assert examination.draws.expected_copies < 1e-6
+    assert examination.findings[0].startswith("seeds: 12 pairs")
 
 
 def test_a_prompt_that_is_made_otherwise_now_is_told(run):
@@ -555,15 +561,15 @@ def test_a_prompt_that_is_made_otherwise_now_is_told(run):
         return prompt_faults(run.batch, Origin({}, "", GROUP, problems, **changes))
 
     assert faults() == []
-    whole = ids_by_problem[1]
-    ids_by_problem[1] = (*whole[:-1], whole[-1] + 1)
+    original_ids = ids_by_problem[1]
+    ids_by_problem[1] = (*original_ids[:-1], original_ids[-1] + 1)
     assert len(faults()) == GROUP
     assert faults()[0] == (
         "response 0 to problem 1: its prompt of 9 tokens is not what data, tokenizer and template make now (9 tokens)"
     )
-    # An environment's own prompt, or its first observation after the problem's.
+    # An environment may make the prompt, or append its first observation to the problem's prompt.
     assert faults(makes_prompts=True) == []
-    ids_by_problem[1] = whole[:-2]
+    ids_by_problem[1] = original_ids[:-2]
     assert len(faults(generation_tokens=0)) == 0
     assert len(faults()) == GROUP
     del ids_by_problem[1]
@@ -577,7 +583,7 @@ def test_the_command_writes_figures_and_page(run, tmp_path, capsys):
     config = run.config.model_copy(update={"parallel": layout})
     (folder / "config.yaml").write_text(resolved_yaml(config))
     stale, half = Policy(run.start), np.float32(np.log(0.5))
-    # What no alternative explains, and no trainer of one process does.
+    # No alternative explains the trainer's error, and a trainer of one process does not have it.
     batch = [
         t.with_columns(
             rollout_log_probs=stale.log_probs(t),
@@ -588,18 +594,18 @@ def test_the_command_writes_figures_and_page(run, tmp_path, capsys):
     save_batch(folder / "rollouts", 2, batch)
     files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
     command = ["doctor", str(folder), "--weights", f"1={run.after}", *files]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "megatron_dppo", *command],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     finding = "engine: staleness: weights of version 0"
-    assert finding in done.stdout
-    assert "prompts not examined: " in done.stdout
+    assert finding in result.stdout
+    assert "prompts not examined: " in result.stdout
     figures = json.loads((tmp_path / "a.json").read_text())
     assert figures["findings"][0].startswith(finding)
     assert [side["axis"] for side in figures["sides"]] == ["staleness", "layout"]
-    assert "trainer: layout: the same trainer in one process does not differ" in done.stdout
+    assert "trainer: layout: the same trainer in one process does not differ" in result.stdout
     page = (tmp_path / "a.html").read_text()
     assert finding in page
     # The eight responses of each side, and a legend above them.
@@ -620,12 +626,12 @@ def test_the_command_writes_figures_and_page(run, tmp_path, capsys):
 
 
 def test_what_was_not_examined_is_not_said_to_be_well(run, tmp_path):
-    """The trainer's weights are known, the engine's, three versions older, are not."""
+    """The trainer's weights are known. The engine's weights are three versions older and not known."""
     batch = [t.with_columns(weight_version=np.full(t.sampled, -2, np.int32)) for t in run.batch]
-    found = examine(run, batch, tmp_path)
-    assert found.findings == []
-    assert found.conclusions == ["trainer: nothing is wrong; the engine was not examined"]
-    assert "version -2" in found.unexamined["engine"]
+    examination = examine(run, batch, tmp_path)
+    assert examination.findings == []
+    assert examination.conclusions == ["trainer: nothing is wrong; the engine was not examined"]
+    assert "version -2" in examination.unexamined["engine"]
     batch = [t.with_columns(weight_version=np.arange(t.sampled, dtype=np.int32)) for t in run.batch]
     assert (
         examine(run, batch, tmp_path).unexamined["engine"]
@@ -674,72 +680,73 @@ def test_a_neighbour_that_cant_be_read_is_an_alternative_less(run, tmp_path):
     weights = KnownWeights(
         {0: run.start, 1: run.after, 2: tmp_path / "broken"}, run.start, tmp_path / "converted"
     )
-    found = Doctor(run.config, batch, weights).report(2)
-    assert axes(found) == ["staleness", "healthy"]
-    assert next(iter(found.unexamined)) == "weights of version 2"
+    examination = Doctor(run.config, batch, weights).report(2)
+    assert axes(examination) == ["staleness", "healthy"]
+    assert next(iter(examination.unexamined)) == "weights of version 2"
 
 
 def test_responses_of_other_lengths_are_no_excuse():
-    """Every token is off by as much: nothing is left to chance, however long the responses are."""
+    """All tokens have the same difference, so responses of any lengths show no spread."""
     for lengths in ([130], [128, 10], [100, 5, 5], [120, 8, 8, 8]):
         assert diagnosis._spread([torch.full((n,), 0.2) for n in lengths]) < 1e-6
-    # By hand: sums of 4 and 0, a mean of 1 a token: residuals of 2 and -2, a spread of sqrt(8), of 4 tokens.
-    found = diagnosis._spread([torch.tensor([2.0, 2.0]), torch.tensor([0.0, 0.0])])
-    assert found == pytest.approx(diagnosis.SPREADS * 8**0.5 * 2**0.5 / 4)
+    # By hand: the sums are 4 and 0, the mean is 1 per token. The residuals of the sums are 2 and -2: sqrt(8), 4 tokens.
+    spread = diagnosis._spread([torch.tensor([2.0, 2.0]), torch.tensor([0.0, 0.0])])
+    assert spread == pytest.approx(diagnosis.SPREADS * 8**0.5 * 2**0.5 / 4)
 
 
 def test_a_trainer_that_replays_is_judged_by_the_rows_that_hold(run, tmp_path):
-    """An update interrupted one response, the engine lost the recording of another: there the trainer takes its own
-    choice, and everywhere else the engine's, which rounded otherwise."""
+    """An update interrupted one response, and the engine lost the recording of another one. There the trainer uses its
+    own experts. Elsewhere it uses the recorded experts, which differ from its own."""
     reference = Reference(run.after)
-    batch = list(run.batch)
-    moved = [t.with_columns(routed_experts=(t.column("routed_experts") + 1) % 8) for t in batch]
-    moved[0] = moved[0].with_columns(
-        weight_version=np.repeat(np.array([0, 1], np.int32), [4, moved[0].sampled - 4])
+    batch = [t.with_columns(routed_experts=(t.column("routed_experts") + 1) % 8) for t in run.batch]
+    batch[0] = batch[0].with_columns(
+        weight_version=np.repeat(np.array([0, 1], np.int32), [4, batch[0].sampled - 4])
     )
-    moved[1] = moved[1].without("routed_experts")
-    assert moved[0].discarded_rows == 4
+    batch[1] = batch[1].without("routed_experts")
+    assert batch[0].discarded_rows == 4
 
-    def rows(t: Trajectory) -> torch.Tensor | None:
+    def valid_rows(t: Trajectory) -> torch.Tensor | None:
         if "routed_experts" not in t.columns:
             return None
-        found = torch.from_numpy(t.column("routed_experts").astype(np.int64))
-        if t is moved[0]:
+        experts = torch.from_numpy(t.column("routed_experts").astype(np.int64))
+        if t is batch[0]:
             start = len(t.prompt_ids) - 1
-            found[start : start + 4] = -1
-        return found
+            experts[start : start + 4] = -1
+        return experts
 
-    with reference.routed(rows):
-        logits = reference.sampled_logits(moved)
+    with reference.routed(valid_rows):
+        logits = reference.sampled_logits(batch)
     sampling = at_temperature(TEMPERATURE)
-    moved = [
+    replayed = [
         t.with_columns(
             loss_log_probs=sampling(x)
             .gather(-1, torch.from_numpy(t.response_ids.astype(np.int64))[:, None])[:, 0]
             .float()
             .numpy()
         )
-        for t, x in zip(moved, logits, strict=True)
+        for t, x in zip(batch, logits, strict=True)
     ]
     rollout = run.config.rollout.model_copy(update={"router_replay": True})
     config = run.config.model_copy(update={"rollout": rollout})
     weights = KnownWeights({0: run.start, 1: run.after}, run.start, tmp_path)
     trainer = next(
-        d for d in Doctor(config, moved, weights).report(2).diagnoses if d.side == "trainer"
+        d for d in Doctor(config, replayed, weights).report(2).diagnoses if d.side == "trainer"
     )
     assert trainer.axis == "healthy"
     assert trainer.gap < 1e-6
     assert trainer.gaps[causes.NATURAL] > 1e-4
-    # In the rows that do not hold, and where there is none, the router's own choice.
-    own = sampling(reference.sampled_logits(moved[1:2])[0])
+    # Without recorded rows, the router chooses.
+    own = sampling(reference.sampled_logits(replayed[1:2])[0])
     assert torch.allclose(sampling(logits[1]), own, atol=1e-6)
 
 
 # --- what a healthy run shows by chance
 
 
-def in_half(run: SimpleNamespace, batch: list[Trajectory], log_probs: LogProbs, tmp_path: Path):
-    """Of a run in bfloat16, whose engine computes like this, and whose trainer is healthy."""
+def examine_in_bfloat16(
+    run: SimpleNamespace, batch: list[Trajectory], log_probs: LogProbs, tmp_path: Path
+):
+    """Examine a run in bfloat16 whose engine returns ``log_probs`` and whose trainer is healthy."""
     half = Policy(run.after, torch.bfloat16)
     model = run.config.model.model_copy(update={"dtype": "bfloat16"})
     coarse = SimpleNamespace(
@@ -752,25 +759,29 @@ def in_half(run: SimpleNamespace, batch: list[Trajectory], log_probs: LogProbs, 
 
 
 def test_rounding_is_no_finding_in_bfloat16_and_old_weights_are(run, tmp_path):
-    healthy = in_half(run, run.batch, Policy(run.after, torch.bfloat16).log_probs, tmp_path)
+    healthy = examine_in_bfloat16(
+        run, run.batch, Policy(run.after, torch.bfloat16).log_probs, tmp_path
+    )
     assert healthy.findings == []
     assert all(1e-5 < v.gap < v.noise for v in healthy.diagnoses)
-    late = in_half(run, run.batch, Policy(run.start, torch.bfloat16).log_probs, tmp_path)
+    late = examine_in_bfloat16(
+        run, run.batch, Policy(run.start, torch.bfloat16).log_probs, tmp_path
+    )
     assert axes(late) == ["staleness", "healthy"]
 
 
 def test_one_response_alone_is_chance_and_half_of_them_is_not(run, tmp_path):
-    """A router's choice at a near tie changes what follows it; one server of two with old weights, half of a batch."""
+    """A near tie of a router changes the rest of one response. A stale server of two changes half of all responses."""
     half, late = (Policy(folder, torch.bfloat16) for folder in (run.after, run.start))
 
-    def mixed(count: int) -> LogProbs:
+    def mix(count: int) -> LogProbs:
         of_late = {id(t) for t in run.batch[:count]}
         return lambda t: (late if id(t) in of_late else half).log_probs(t)
 
-    assert in_half(run, run.batch, mixed(1), tmp_path).findings == []
-    found = in_half(run, run.batch, mixed(len(run.batch) // 2), tmp_path)
-    assert axes(found) == ["unexplained", "healthy"]
-    # In float32 nothing else is as large: one response of all is chance there, too, and a quarter is not.
+    assert examine_in_bfloat16(run, run.batch, mix(1), tmp_path).findings == []
+    examination = examine_in_bfloat16(run, run.batch, mix(len(run.batch) // 2), tmp_path)
+    assert axes(examination) == ["unexplained", "healthy"]
+    # In float32, too, one response is chance, and a quarter of the responses is not.
     few = {id(t) for t in run.batch[: len(run.batch) // 4]}
     old = Policy(run.start)
     for of_old, expected in (({id(run.batch[0])}, "healthy"), (few, "unexplained")):
@@ -786,13 +797,13 @@ def test_repetitions_that_the_policy_likes_are_no_evidence():
     log = math.log
     group = [("a", log(0.5)), ("a", log(0.5)), ("b", log(0.25))]
     assert repetition_evidence([group]) == pytest.approx(1 - 2 * log(0.5 + 0.5 * math.e))
-    # Of two draws of a fair coin, the mean over what may come is 1 with any one factor.
+    # For two draws of a fair coin and one factor, exp(evidence) has a mean of 1 over the outcomes.
     outcomes = [[("a", log(0.5)), (second, log(0.5))] for second in ("a", "b")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling_evidence, "FACTORS", (2,))
         means = [math.exp(repetition_evidence([outcome])) for outcome in outcomes]
     assert sum(means) / 2 == pytest.approx(1)
-    # Two unlikely ones are nearly 16 each.
+    # Each of two unlikely repetitions counts nearly 16.
     rare = [("a", log(1e-12)), ("a", log(1e-12)), ("a", log(1e-12))]
     assert repetition_evidence([rare]) == pytest.approx(32, abs=1e-3)
 
@@ -809,17 +820,19 @@ def test_equal_responses_count_as_often_as_they_came():
         return list(torch.tensor(values, dtype=torch.float64).split(1))
 
     side = Side("engine", 0, tuple(range(8)), tuple(log_probs(0.9)))
-    drawn_so = draws(batch, side, side.log_probs, {"hotter": log_probs(0.6)})
-    assert drawn_so.evidence == pytest.approx(7 * math.log(0.6 / 0.9) + math.log(0.4 / 0.1))
-    assert (drawn_so.tokens, drawn_so.sampler, drawn_so.has_copies) == (8, None, False)
+    sampling = draws(batch, side, side.log_probs, {"hotter": log_probs(0.6)})
+    assert sampling.evidence == pytest.approx(7 * math.log(0.6 / 0.9) + math.log(0.4 / 0.1))
+    assert (sampling.tokens, sampling.sampler, sampling.has_copies) == (8, None, False)
 
 
 def test_draws_that_rewards_chose_among_are_not_examined(run, tmp_path):
     rollout = run.config.rollout.model_copy(update={"drop_zero_variance_groups": True})
     config = run.config.model_copy(update={"rollout": rollout})
-    found = examine(SimpleNamespace(**{**vars(run), "config": config}), run.batch, tmp_path)
-    assert found.draws is None
-    assert "draws not examined: rewards or lengths chose among the responses" in found.all_facts
+    examination = examine(SimpleNamespace(**{**vars(run), "config": config}), run.batch, tmp_path)
+    assert examination.draws is None
+    assert (
+        "draws not examined: rewards or lengths chose among the responses" in examination.all_facts
+    )
 
 
 def test_the_model_s_own_rotary_base_is_no_alternative(run):

@@ -9,7 +9,7 @@ from tests.unit.test_branches import FIRST, SECOND, V, joined
 
 
 def test_other_models_read_each_branch_alone(tmp_path):
-    """What the doctor, explain and the check of an export compare with."""
+    """The doctor, explain and the check of an export compare with this model."""
     folder = save_tiny_model(tmp_path / "model", vocab_size=V, dtype=torch.float32)
     t = joined()
     reference = Reference(folder)

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_moe")
 
 
-def reference(folder: Path, case: str) -> Reference:
+def make_reference(folder: Path, case: str) -> Reference:
     family, options = CASES[case]
     return Reference(save_tiny_model(folder, family, seed=1, layers=3, **options))
 
@@ -35,13 +35,13 @@ def responses() -> list[Trajectory]:
     return [Trajectory.of_response(row[:5], row[5:], problem_id=i) for i, row in enumerate(ids)]
 
 
-def difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+def difference(logits: list[Tensor], expected: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True))
 
 
 @contextmanager
-def recorded(model: Reference) -> Iterator[list[Tensor]]:
-    """The experts that each router chooses in a pass, in the order of layers."""
+def record_choices(model: Reference) -> Iterator[list[Tensor]]:
+    """Record the experts that each router chooses in a pass, in the order of the layers."""
     chosen: list[Tensor] = []
     hooks = [
         gate.register_forward_hook(lambda _, __, answer: chosen.append(answer[2]))
@@ -56,11 +56,11 @@ def recorded(model: Reference) -> Iterator[list[Tensor]]:
 def test_experts_as_a_router_chose_them_change_nothing_and_others_do(
     tmp_path: Path, case: str
 ) -> None:
-    model = reference(tmp_path, case)
+    model = make_reference(tmp_path, case)
     rows = {}
     natural = []
     for trajectory in responses():
-        with recorded(model) as chosen:
+        with record_choices(model) as chosen:
             natural += model.sampled_logits([trajectory])
         rows[trajectory.problem_id] = torch.stack(chosen, 1)[:-1]
     with model.routed(lambda trajectory: rows[trajectory.problem_id]):
@@ -71,7 +71,7 @@ def test_experts_as_a_router_chose_them_change_nothing_and_others_do(
 
 @pytest.mark.parametrize("case", WITH_DELTA_NETS)
 def test_responses_after_a_cache_with_states_of_delta_nets(tmp_path: Path, case: str) -> None:
-    model = reference(tmp_path, case)
+    model = make_reference(tmp_path, case)
     natural = model.sampled_logits(responses())
     with model.prompts_cached_by(model):
         assert difference(model.sampled_logits(responses()), natural) < 1e-5

@@ -1,4 +1,4 @@
-"""``megatron-dppo doctor`` on batches of an engine with block-FP8 weights, healthy and with one fault each."""
+"""``megatron-dppo doctor`` on batches of an engine with block-FP8 weights, which is healthy or has one fault."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ PROMPTS, TOKENS = 6, 16
 
 
 def blocks_of(folder: Path) -> Blocks:
-    """Values and scales of the quantised matrices, by name."""
+    """Return values and scales of the quantised matrices by name."""
     weights = load_file(folder / "model.safetensors")
     return {name: tuple(quantize(w)) for name, w in weights.items() if is_quantized(name)}
 
 
-def dequantized(values: Tensor, scales: Tensor) -> Tensor:
+def dequantize(values: Tensor, scales: Tensor) -> Tensor:
     return values.float() * torch.kron(scales, torch.ones(BLOCK, BLOCK))
 
 
 def engine_of(run: SimpleNamespace, target: Path, blocks: Blocks) -> Policy:
-    """An engine that computes with ``blocks`` and rounds activations."""
+    """Return an engine that computes with ``blocks`` and rounds activations."""
 
     def change(tensors: dict[str, Tensor]) -> None:
-        tensors.update({name: dequantized(*pair).contiguous() for name, pair in blocks.items()})
+        tensors.update({name: dequantize(*pair).contiguous() for name, pair in blocks.items()})
 
     policy = Policy(with_tensors(run.after, target, change))
 
@@ -73,7 +73,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     )  # fmt: skip
 
     def enlarge(tensors: dict[str, Tensor]) -> None:
-        # The final norm takes the scale away from what the layers compute, so the embedding must count beside it.
+        # The final norm removes a common scale of all layers' outputs, so the embedding must be of comparable size.
         tensors["model.embed_tokens.weight"] *= 12
 
     start = with_tensors(small, folder / "start", enlarge)
@@ -127,7 +127,7 @@ def stale(blocks: Blocks, run: SimpleNamespace) -> Blocks:
 
 
 def swapped(blocks: Blocks, run: SimpleNamespace) -> Blocks:
-    """Of two columns of blocks each has the other's values."""
+    """Exchange the values of two columns of blocks, but not their scales."""
     return {
         name: (values.view(torch.uint8).roll(BLOCK, 1).view(DTYPE), scales)
         for name, (values, scales) in blocks.items()
@@ -135,10 +135,10 @@ def swapped(blocks: Blocks, run: SimpleNamespace) -> Blocks:
 
 
 def test_a_quantised_engine_is_healthy(run: SimpleNamespace, tmp_path: Path) -> None:
-    found = engine_diagnosis(run, tmp_path, blocks_of(run.after))
-    assert found.axis == "healthy"
+    diagnosis = engine_diagnosis(run, tmp_path, blocks_of(run.after))
+    assert diagnosis.axis == "healthy"
     # The gap is that of FP8, not of bfloat16.
-    assert found.gaps["linear layers and experts in block FP8"] < 0.5 * found.gap
+    assert diagnosis.gaps["linear layers and experts in block FP8"] < 0.5 * diagnosis.gap
 
 
 @pytest.mark.slow
@@ -152,6 +152,6 @@ def test_a_fault_of_quantisation_is_named(
     fault: Callable[[Blocks, SimpleNamespace], Blocks],
     cause: str,
 ) -> None:
-    found = engine_diagnosis(run, tmp_path, fault(blocks_of(run.after), run))
-    assert found.axis == "quantisation"
-    assert cause in found.cause.name
+    diagnosis = engine_diagnosis(run, tmp_path, fault(blocks_of(run.after), run))
+    assert diagnosis.axis == "quantisation"
+    assert cause in diagnosis.cause.name

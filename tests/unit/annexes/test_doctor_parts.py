@@ -1,6 +1,4 @@
-"""``megatron-dppo doctor --parts`` on a tiny model: every rung against transformers, and inputs that
-can't be used.
-"""
+"""``megatron-dppo doctor --parts`` on a tiny model: every rung against transformers, and unusable inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ TEMPERATURE = 0.7
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run whose engine was transformers: weights of one seed sampled, another seed's are now."""
+    """A run whose engine was transformers. The weights that sampled its batches and the final weights differ."""
     folder = tmp_path_factory.mktemp("parts") / "run"
     folder.mkdir()
     model = save_tiny_model(folder / "model", "qwen3_moe", seed=1)
@@ -57,38 +55,38 @@ def run(tmp_path_factory) -> Path:
 
 
 def log_probs(model: Path, trajectory: Trajectory, temperature: float) -> torch.Tensor:
-    """log pi of the response by transformers, float64 [R]."""
+    """Return log pi of the response by transformers, float64 [R]."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
     with torch.no_grad():
         logits = policy(ids).logits[0, len(trajectory.prompt_ids) - 1 : -1].double()
-    chosen = torch.from_numpy(trajectory.response_ids.astype(np.int64))[:, None]
-    return (logits / temperature).log_softmax(-1).gather(1, chosen)[:, 0]
+    ids = torch.from_numpy(trajectory.response_ids.astype(np.int64))[:, None]
+    return (logits / temperature).log_softmax(-1).gather(1, ids)[:, 0]
 
 
 def rollouts(model: Path) -> list[Trajectory]:
-    """Twelve random responses; the first six are "recorded" with the natural routing."""
+    """Return twelve random responses. The first six have the experts that the policy's routers choose."""
     rng = np.random.default_rng(3)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     out = []
     for i in range(12):
         prompt = rng.integers(3, 512, size=3 + i % 4).tolist()
         response = rng.integers(3, 512, size=5 + i).tolist()
-        made = Trajectory.of_response(prompt, response, problem_id=i // 2, sample_index=i % 2)
-        mu = log_probs(model, made, TEMPERATURE).float().numpy()
+        t = Trajectory.of_response(prompt, response, problem_id=i // 2, sample_index=i % 2)
+        mu = log_probs(model, t, TEMPERATURE).float().numpy()
         version = np.zeros(len(mu), np.int32)
-        made = made.with_columns(rollout_log_probs=mu, weight_version=version)
+        t = t.with_columns(rollout_log_probs=mu, weight_version=version)
         if i < 6:
             with torch.no_grad():
                 answer = policy(torch.tensor([prompt + response]), output_router_logits=True)
             layers = [logits.topk(2, -1).indices for logits in answer.router_logits]
             routed = torch.stack(layers, 1)[:-1].numpy().astype(np.uint8)
-            made = made.with_columns(routed_experts=routed)
-        out.append(made)
+            t = t.with_columns(routed_experts=routed)
+        out.append(t)
     return out
 
 
-def reported(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_parts(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "megatron_dppo", "doctor", str(run), "--parts", *arguments],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
@@ -97,10 +95,10 @@ def reported(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_rung_equals_transformers(run, tmp_path):
-    told = reported(
+    result = run_parts(
         run, "--step=2", "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")
     )
-    assert told.returncode == 0, told.stderr
+    assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "a.json").read_text())
     batch = rollouts(run / "model")
     mu = torch.cat([torch.tensor(t.columns["rollout_log_probs"]).double() for t in batch]).exp()
@@ -126,11 +124,11 @@ def test_every_rung_equals_transformers(run, tmp_path):
     assert abs(report["parts"]["routing"]) < 1e-6
     assert sum(report["parts"].values()) == pytest.approx(rungs[0]["gap"])
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert "100.00% of" in told.stdout
+    assert "100.00% of" in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--step", "3"], "step 3; saved are 2 to 4"),
         (["--step", "4"], "--weights 3=FOLDER"),
@@ -139,11 +137,11 @@ def test_every_rung_equals_transformers(run, tmp_path):
         (["--limit", "-1"], "--limit -1: expected 0 (all) or more"),
     ],
 )
-def test_what_cannot_be_measured_is_said(run, arguments, told):
-    done = reported(run, *arguments)
-    assert done.returncode == 2
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_cannot_be_measured_is_said(run, arguments, message):
+    result = run_parts(run, *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(("precision", "passes"), [(True, 2), (False, 1)])

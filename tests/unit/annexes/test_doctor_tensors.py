@@ -1,4 +1,4 @@
-"""The doctor's comparison of what a server held with the weights of its version: the tensor and the fault are named."""
+"""The doctor compares the tensors of a server with the weights of its version, and names the tensor and the fault."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def save_model(folder: Path, seed: int) -> Path:
 
 @dataclass(frozen=True)
 class Model:
-    """A model of which a server of two ranks has version 1; version 0 is known too."""
+    """A model whose version 1 is on a server of two ranks. Version 0 is known, too."""
 
     shape: ModelShape
     folders: tuple[Path, Path]
@@ -54,7 +54,7 @@ class Model:
     def faults(
         self, change: Callable[[Tensors, Tensors], None], *, quantized: bool = True
     ) -> list[TensorFault]:
-        """What is found where ``change`` was made to the tensors of rank 1, given those of version 0."""
+        """Return the faults that are found after ``change``, a function of rank 1's tensors and of version 0's."""
         own = self.tensors(1, 1, quantized=quantized)
         old = self.tensors(0, 1, quantized=quantized)
         held = {name: tensor.clone() for name, tensor in own.flat_tensors.items()}
@@ -170,11 +170,11 @@ def test_a_fault_is_named_with_its_tensor_and_its_blocks(
 
 
 def test_many_tensors_that_differ_alike_are_one_finding(model: Model) -> None:
-    def doubled(held: Tensors, old: Tensors) -> None:
+    def scale_two_tensors(held: Tensors, old: Tensors) -> None:
         held[f"{W13}_scale_inv"] *= 2
         held[f"{O_PROJ}_scale_inv"] *= 3
 
-    lines = findings_of(model.faults(doubled))
+    lines = findings_of(model.faults(scale_two_tensors))
     assert len(lines) == 2
     assert lines[0].startswith(f"engine: quantisation: {O_PROJ}: scales of all blocks times 3 ")
     assert lines[1].startswith(f"engine: quantisation: 8 tensors, such as {LAYER}mlp.experts.0.")
@@ -200,13 +200,13 @@ def test_what_servers_hold_is_read_as_it_was_written(tmp_path: Path) -> None:
     answer = {O_PROJ: "1234", **blocks_of(tensors.items())}
     server = HeldTensors("http://h", "3", EngineLayout(4, 2, 2, True), "cpu", True, (answer,))
     write(tmp_path / "servers" / "held.json", [server])
-    (found,) = read(tmp_path / "servers" / "held.json")
-    assert found == server
-    assert found.checksums(0) == {O_PROJ: "1234"}
-    scales = found.blocks(0, f"{O_PROJ}_scale_inv")
+    (server_read,) = read(tmp_path / "servers" / "held.json")
+    assert server_read == server
+    assert server_read.checksums(0) == {O_PROJ: "1234"}
+    scales = server_read.blocks(0, f"{O_PROJ}_scale_inv")
     assert scales is not None
     assert torch.equal(scales, tensors[f"{O_PROJ}_scale_inv"].flatten())
-    assert found.blocks(0, ROUTER) is None
+    assert server_read.blocks(0, ROUTER) is None
     (tmp_path / "broken.json").write_text('[{"url": 3}]')
     with pytest.raises(ValueError, match=r"broken\.json"):
         read(tmp_path / "broken.json")

@@ -1,6 +1,4 @@
-"""``megatron-dppo explain`` on a tiny model: rows worked by hand, TopK(mu) and exact divergences,
-the reports, and inputs that can't be used.
-"""
+"""``megatron-dppo explain`` on a tiny model: rows worked by hand, TopK(mu) and exact divergences, reports, refusals."""
 
 import csv
 import io
@@ -49,14 +47,14 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def log_pi(model):
-    """[R, V] of each response, by transformers."""
+    """log pi [R, V] of each response, computed by transformers."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    found = []
+    log_probs = []
     for ids, _ in RESPONSES:
         with torch.no_grad():
             logits = policy(torch.tensor([PROMPT + ids])).logits[0, 2:-1]
-        found.append((logits.double() / TEMPERATURE).log_softmax(-1))
-    return found
+        log_probs.append((logits.double() / TEMPERATURE).log_softmax(-1))
+    return log_probs
 
 
 def answer(ids, advantage, log_probs, number=0, reward=0.0, reason="stop", **columns):
@@ -93,37 +91,37 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
-def explained(run, model, tmp_path, *arguments):
+def explain_rows(run, model, tmp_path, *arguments):
     out = tmp_path / "tokens.csv"
     common = [str(run), "--policy", str(model), "--csv", str(out)]
     assert explain.main([*common, *arguments]) == 0
     return rows_of(out)
 
 
-class Far:
-    """Responses whose pi / mu at each token is known: mu is pi over the ratio."""
+class FarFromMu:
+    """Responses whose pi / mu is known at each token, because mu is set to pi divided by the ratio."""
 
     ratios = ([1.0, 1.5, 0.5, 1.2], [1.0, 0.5, 1.5, 0.9])
 
     @classmethod
     def rollouts(cls, log_pi):
-        made = []
+        responses = []
         for n, ((ids, advantage), ratios, log_p) in enumerate(
             zip(RESPONSES, cls.ratios, log_pi, strict=True)
         ):
             own = log_p[range(len(ids)), ids] - torch.tensor(ratios).double().log()
-            made.append(answer(ids, advantage, own.tolist(), n, reward=float(advantage > 0)))
-        return made
+            responses.append(answer(ids, advantage, own.tolist(), n, reward=float(advantage > 0)))
+        return responses
 
 
 def test_rows_by_hand(model, log_pi, tmp_path, capsys):
-    """Clip-Higher holds r in [0.8, 1.28]: token 1 of both responses is outward and beyond it; 0.5 at
-    A > 0 and 1.5 at A < 0 lead back to mu.
+    """Clip-Higher holds r in [0.8, 1.28]. Token 1 of both responses is outside, and its update would lead further out.
+    The updates of 0.5 at A > 0 and of 1.5 at A < 0 lead back to mu.
     """
-    run = write_run(tmp_path / "run", model, Far.rollouts(log_pi))
-    rows = explained(run, model, tmp_path, "--algorithm", "grpo", "--option", "clip_high=0.1")
+    run = write_run(tmp_path / "run", model, FarFromMu.rollouts(log_pi))
+    rows = explain_rows(run, model, tmp_path, "--algorithm", "grpo", "--option", "clip_high=0.1")
     assert [int(r["token_id"]) for r in rows] == [i for ids, _ in RESPONSES for i in ids]
-    for row, ratio in zip(rows, Far.ratios[0] + Far.ratios[1], strict=True):
+    for row, ratio in zip(rows, FarFromMu.ratios[0] + FarFromMu.ratios[1], strict=True):
         assert float(row["ratio"]) == pytest.approx(ratio, rel=1e-4)
         mu, pi = float(row["mu"]), float(row["pi"])
         assert float(row["binary_tv"]) == pytest.approx(abs(pi - mu), rel=1e-4, abs=1e-8)
@@ -144,19 +142,21 @@ def test_rows_by_hand(model, log_pi, tmp_path, capsys):
 
 
 def test_dppo_lets_rare_tokens_train_that_the_clip_blocks(model, log_pi, tmp_path):
-    run = write_run(tmp_path / "run", model, Far.rollouts(log_pi), options={"tv_threshold": 0.0})
-    strict = explained(run, model, tmp_path)
-    # Any outward step is beyond 0: both tokens with r > 1 at A > 0, both with r < 1 at A < 0.
+    run = write_run(
+        tmp_path / "run", model, FarFromMu.rollouts(log_pi), options={"tv_threshold": 0.0}
+    )
+    strict = explain_rows(run, model, tmp_path)
+    # With a threshold of 0, every token whose update leads away from mu is blocked: r > 1 at A > 0, r < 1 at A < 0.
     assert [r["trains"] for r in strict][1:4] == ["False", "True", "False"]
     assert [r["trains"] for r in strict][5:] == ["False", "True", "False"]
-    loose = explained(run, model, tmp_path, "--option", "tv_threshold=1")
+    loose = explain_rows(run, model, tmp_path, "--option", "tv_threshold=1")
     assert {r["trains"] for r in loose} == {"True"}
     assert [r["ppo_trains"] for r in loose] == [r["ppo_trains"] for r in strict]
     assert loose[1]["ppo_trains"] == loose[5]["ppo_trains"] == "False"
 
 
 def test_topk_from_the_batch_and_exact_from_the_rollout_policy(model, log_pi, tmp_path):
-    """mu is another policy: Binary <= Top-K <= exact, and K of the whole vocabulary is exact."""
+    """mu is another policy. Then Binary <= Top-K <= exact, and K of the whole vocabulary is exact."""
     other = save_tiny_model(tmp_path / "mu", "qwen2", hidden=16, layers=1, seed=5)
     policy = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
     sampled, exact = [], []
@@ -169,10 +169,10 @@ def test_topk_from_the_batch_and_exact_from_the_rollout_policy(model, log_pi, tm
         sampled.append(answer(ids, advantage, log_mu[range(4), ids].tolist(), n, **arrays))
         exact += (0.5 * (log_mu.double().exp() - log_pi[n].exp()).abs().sum(-1)).tolist()
     run = write_run(tmp_path / "run", model, sampled, name="dppo-topk-tv", options={"topk": 4})
-    rows = explained(run, model, tmp_path)
+    rows = explain_rows(run, model, tmp_path)
     assert all(r["exact_tv"] == "" for r in rows)
-    known = explained(run, model, tmp_path, "--rollout-policy", str(other))
-    full = explained(
+    known = explain_rows(run, model, tmp_path, "--rollout-policy", str(other))
+    full = explain_rows(
         run, model, tmp_path, "--rollout-policy", str(other), "--algorithm", "recomputed-exact-kl"
     )
     for row, with_mu, all_of_it, expected in zip(rows, known, full, exact, strict=True):
@@ -232,29 +232,29 @@ def test_thresholds_in_words():
 
 
 class Spans(HTMLParser):
-    """Class, title and text of every token on the page."""
+    """Collects class, title and text of every token on the page."""
 
     def __init__(self):
         super().__init__()
-        self.found, self._inside = [], False
+        self.tokens, self._inside = [], False
 
     def handle_starttag(self, tag, attrs):
         assert tag not in {"script", "link", "img", "iframe"}
-        given = dict(attrs)
-        self._inside = tag == "span" and "title" in given
+        attributes = dict(attrs)
+        self._inside = tag == "span" and "title" in attributes
         if self._inside:
-            self.found.append([given["class"], given["title"], ""])
+            self.tokens.append([attributes["class"], attributes["title"], ""])
 
     def handle_data(self, data):
         if self._inside:
-            self.found[-1][2] += data
+            self.tokens[-1][2] += data
 
     def handle_endtag(self, tag):
         self._inside = False
 
 
 class Hostile:
-    """Texts that would break a page which does not escape."""
+    """Texts that break a page that does not escape them."""
 
     texts = ("</span><script>alert(1)</script>", '" onmouseover="x', "a\nb", "\x1b[31m")
 
@@ -268,7 +268,7 @@ class Hostile:
 def test_the_page_escapes_everything_and_loads_nothing(model, log_pi):
     from megatron_dppo.diagnostics.explain.explanation import Policy
 
-    sampled = Far.rollouts(log_pi)[0]
+    sampled = FarFromMu.rollouts(log_pi)[0]
     algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.0})
     response = explain_response(
         0, 1, sampled, algorithm, Policy(model).logits(sampled), None,
@@ -281,7 +281,7 @@ def test_the_page_escapes_everything_and_loads_nothing(model, log_pi):
     html = page.render("a <title>", ["<fact>"], tables, "dppo-binary-tv", [response])
     spans = Spans()
     spans.feed(html)
-    classes, titles, texts = zip(*spans.found, strict=True)
+    classes, titles, texts = zip(*spans.tokens, strict=True)
     assert classes == ("train", "both", "train", "own")
     assert texts == (Hostile.texts[0], Hostile.texts[1], "a\u23ce\nb", "\\x1b[31m")
     assert "blocked where TV > 0" in titles[1]
@@ -298,7 +298,7 @@ def test_the_page_escapes_everything_and_loads_nothing(model, log_pi):
 def test_tokens_without_advantage_count_for_neither_sign(model, log_pi):
     from megatron_dppo.diagnostics.explain.explanation import Policy
 
-    sampled = replace(Far.rollouts(log_pi)[0], advantage=0.0)
+    sampled = replace(FarFromMu.rollouts(log_pi)[0], advantage=0.0)
     algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.0})
     response = explain_response(
         0, 1, sampled, algorithm, Policy(model).logits(sampled), None,
@@ -310,11 +310,11 @@ def test_tokens_without_advantage_count_for_neither_sign(model, log_pi):
 
 
 def test_responses_without_a_gradient_are_left_out(model, log_pi, tmp_path, capsys):
-    first, second = Far.rollouts(log_pi)
+    first, second = FarFromMu.rollouts(log_pi)
     even = answer([30], 0.0, [-1.0], 2)
     cut = answer([31], 0.5, [-1.0], 3, reason="length")
     run = write_run(tmp_path / "run", model, [even, cut, first, second], truncated_responses="drop")
-    rows = explained(run, model, tmp_path, "--limit", "1")
+    rows = explain_rows(run, model, tmp_path, "--limit", "1")
     assert {r["response"] for r in rows} == {"2"}
     expected = "1 of 4 responses; left out: 1 dropped, 1 without advantage, 1 beyond --limit"
     assert expected in capsys.readouterr().out
@@ -336,7 +336,7 @@ def test_responses_without_a_gradient_are_left_out(model, log_pi, tmp_path, caps
     ],
 )
 def test_unusable_input_is_one_message(arguments, message, model, log_pi, tmp_path, capsys):
-    run = write_run(tmp_path / "run", model, Far.rollouts(log_pi))
+    run = write_run(tmp_path / "run", model, FarFromMu.rollouts(log_pi))
     assert explain.main([str(run), "--policy", str(model), *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -369,7 +369,7 @@ def test_two_rules_are_compared_by_sign_and_tokens_without_advantage_are_neither
 
 
 def test_a_batch_that_no_step_was_trained_on_is_left_out(tmp_path):
-    """The run ended before it, or an attempt before this one saved it."""
+    """Either the run ended before its step, or an earlier attempt saved the batch."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')
     assert trained_steps(tmp_path, [1, 2, 3]) == [1, 2]
     with pytest.raises(ValueError, match="no step was trained on a batch that is in it"):
@@ -418,12 +418,12 @@ def test_a_run_without_batches_is_refused_before_torch_is_imported(words, tmp_pa
     command, *options = words
     config = TrainConfig.model_validate(minimal(tmp_path))
     (tmp_path / "config.yaml").write_text(resolved_yaml(config))
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, command, str(tmp_path), *options],
         capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
-    assert done.stdout == "2 False\n"
-    assert "rollout.save=true" in done.stderr
+    assert result.stdout == "2 False\n"
+    assert "rollout.save=true" in result.stderr
 
 
 def test_a_table_says_what_its_columns_mean_and_that_it_has_no_row():
@@ -431,9 +431,9 @@ def test_a_table_says_what_its_columns_mean_and_that_it_has_no_row():
         BlockedToken(0, i, 5, 1.0, 0.5, 0.25, run_blocks=True, other_blocks=False) for i in "ab"
     ]
     for table in (step_table([ComparedStep(1, 9, tokens)], "ppo", "grpo"), *sign_tables([])):
-        shown = io.StringIO()
-        explain.show(Console(file=shown, width=200), table)
-        text = " ".join(shown.getvalue().split())
+        console_output = io.StringIO()
+        explain.show(Console(file=console_output, width=200), table)
+        text = " ".join(console_output.getvalue().split())
         html = page.tables_page("title", [], [table])
         if table.rows:
             assert table.note

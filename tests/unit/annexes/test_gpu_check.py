@@ -1,4 +1,4 @@
-"""The check of a GPU machine: parts that are found, run apart from each other, and told of; what runs without a GPU."""
+"""The check of a GPU machine: its parts are found, run in processes of their own and reported, some without a GPU."""
 
 import json
 import re
@@ -35,7 +35,7 @@ from tests.tiny_models import save_tiny_model
 PLANTED = "tests.unit.annexes.planted_parts"
 
 
-def planted(name, folder, limit_s=60.0):
+def run_planted(name, folder, limit_s=60.0):
     rows = []
     part = next(p for p in discover(PLANTED) if p.name == name)
     result = run_part(part, folder / name, 3, limit_s, rows.append, PLANTED)
@@ -58,8 +58,8 @@ def test_parts_are_found_by_being_there_and_those_with_short_limits_come_first()
 
 
 def test_every_part_is_told_of_in_the_docs():
-    told = (ROOT / "docs" / "gpu_check.md").read_text()
-    assert [p.name for p in discover() if f"| `{p.name}` |" not in told] == []
+    page_text = (ROOT / "docs" / "gpu_check.md").read_text()
+    assert [p.name for p in discover() if f"| `{p.name}` |" not in page_text] == []
 
 
 def test_parts_are_chosen_by_name():
@@ -85,7 +85,7 @@ def test_layers_without_ddp_have_no_gradients_that_apexs_kernel_could_add_to(tmp
 
 
 def test_transformer_engines_extension_is_there_once_its_package_is_loaded(tmp_path, monkeypatch):
-    """Its file is in a folder of the package's own, whose import alone gives it its name."""
+    """The extension's file is in a folder of the package. Only the import of the package makes its name known."""
     package = tmp_path / "transformer_engine" / "pytorch"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()
@@ -98,7 +98,7 @@ def test_transformer_engines_extension_is_there_once_its_package_is_loaded(tmp_p
     try:
         assert layout_row(Bench(tmp_path, gpus=1)).holds
     finally:
-        # Tests after this one look for the real package.
+        # Later tests look for the real package.
         for name in (
             "transformer_engine",
             "transformer_engine.pytorch",
@@ -108,7 +108,7 @@ def test_transformer_engines_extension_is_there_once_its_package_is_loaded(tmp_p
 
 
 def test_a_good_part_leaves_rows_and_files(tmp_path):
-    result = planted("good", tmp_path)
+    result = run_planted("good", tmp_path)
     assert (result.verdict, result.why, result.is_fault) == ("good", "", False)
     error, gpus = result.rows
     assert (error.measured, error.expected, error.holds) == ("0.25 nats", "at most 0.5 nats", True)
@@ -118,7 +118,7 @@ def test_a_good_part_leaves_rows_and_files(tmp_path):
 
 
 def test_a_crash_keeps_what_was_seen_and_quotes_the_log(tmp_path):
-    result = planted("crashing", tmp_path)
+    result = run_planted("crashing", tmp_path)
     assert (result.verdict, result.is_fault) == ("crashed", True)
     assert [row.label for row in result.rows] == ["before"]
     assert mentions(result.why, "SIGSEGV")
@@ -127,7 +127,7 @@ def test_a_crash_keeps_what_was_seen_and_quotes_the_log(tmp_path):
 
 def test_a_hang_ends_at_the_limit_with_all_below_it(tmp_path):
     began, patience = time.monotonic(), own_patience(30)
-    result = planted("hanging", tmp_path, limit_s=20.0)
+    result = run_planted("hanging", tmp_path, limit_s=20.0)
     assert time.monotonic() - began >= 3.0
     assert not patience.is_exhausted()
     assert (result.verdict, result.is_fault) == ("timed out", True)
@@ -137,7 +137,7 @@ def test_a_hang_ends_at_the_limit_with_all_below_it(tmp_path):
 
 
 def test_what_is_lacking_is_no_fault_but_what_is_wrong_before_it_is(tmp_path):
-    lacking, wrong = planted("lacking", tmp_path), planted("wrong", tmp_path)
+    lacking, wrong = run_planted("lacking", tmp_path), run_planted("wrong", tmp_path)
     assert (lacking.verdict, lacking.why, lacking.is_fault) == ("lacking", "no second GPU", False)
     assert (wrong.verdict, wrong.why, wrong.is_fault) == ("bad", "the rest", True)
 
@@ -148,14 +148,14 @@ def test_the_command_runs_the_parts_that_were_asked_for_and_writes_both_files(tm
     assert main(words) == 1
     printed = capsys.readouterr().out
     assert mentions(printed, "[2/2] wrong", "300 s", "NO error", "nan", 0.5, "wrong: wrong")
-    told = json.loads((folder / "gpu_check.json").read_text())
-    assert [part["verdict"] for part in told["parts"]] == ["good", "bad"]
-    assert told["not_run"] == ["lacking", "crashing", "hanging"]
+    report = json.loads((folder / "gpu_check.json").read_text())
+    assert [part["verdict"] for part in report["parts"]] == ["good", "bad"]
+    assert report["not_run"] == ["lacking", "crashing", "hanging"]
     text = (folder / "gpu_check.md").read_text()
     assert mentions(text, "| error |", "0.25 nats |", "0.5 nats |", "yes |")
     assert "![curve.png](good/curve.png)" in text
     assert main([*words[:-1], "good"]) == 0
-    assert len(list(tmp_path.iterdir())) == 2  # the earlier one was renamed
+    assert len(list(tmp_path.iterdir())) == 2  # the earlier folder was renamed
 
 
 def test_a_fresh_folder_never_deletes_an_earlier_one(tmp_path):
@@ -175,9 +175,9 @@ def test_the_problem_tells_a_right_kernel_from_one_that_takes_padding_for_tokens
     case = KernelCase.drawn(8, 990, 34, torch.float32, torch.device("cpu"))
     assert max(vars(errors(case, backend)).values()) < 2e-6
     whole = KernelCase(case.logits, case.targets, case.topk, case.weights, 1024)
-    found = whole.logits.double().log_softmax(-1).gather(1, case.targets[:, None])
+    wrong = whole.logits.double().log_softmax(-1).gather(1, case.targets[:, None])
     right = case.logits[:, :990].double().log_softmax(-1).gather(1, case.targets[:, None])
-    assert float((found - right).abs().max()) > 1.0
+    assert float((wrong - right).abs().max()) > 1.0
 
 
 def test_a_shard_is_a_copy_of_its_columns():
@@ -190,7 +190,7 @@ def test_a_shard_is_a_copy_of_its_columns():
 
 
 def test_mask_rows_judge_only_our_own_errors():
-    ours = {
+    own_result = {
         "name": "policy_stats", "forward_ms": 1.0, "backward_ms": 3.0, "floor_mb": 8.0,
         "floor_share_of_copy_bandwidth": 0.5, "peak_extra_over_logits": 0.0, "max_log_prob_error": 1e-3,
     }  # fmt: skip
@@ -200,22 +200,22 @@ def test_mask_rows_judge_only_our_own_errors():
     }  # fmt: skip
     result = {
         "settings": {"tp": 2},
-        "implementations": [ours, {**ours, "name": "torch log_softmax"}],
+        "implementations": [own_result, {**own_result, "name": "torch log_softmax"}],
         "masks": [mask, mask],
     }
-    own, peer, adds = mask_rows(result)
-    assert own.measured.startswith("4.00 ms, 2 GB/s (50% of a copy)")
-    assert (own.holds, peer.holds) == (False, None)
-    assert re.findall(r"[\d.]+%?", adds.measured) == ["1.00%", "0.20%", "0.30%", "0"]
+    own_row, peer_row, mask_row = mask_rows(result)
+    assert own_row.measured.startswith("4.00 ms, 2 GB/s (50% of a copy)")
+    assert (own_row.holds, peer_row.holds) == (False, None)
+    assert re.findall(r"[\d.]+%?", mask_row.measured) == ["1.00%", "0.20%", "0.30%", "0"]
 
 
 def test_kernels_are_checked_on_a_machine_without_a_gpu(tmp_path):
     result = run_part(kernels, tmp_path / "kernels", 0, 120.0, lambda row: None)
     assert result.verdict == "good", result.why
-    whats = [row.label for row in result.rows]
+    labels = [row.label for row in result.rows]
     for name in ("eager, float32", "cpp, bfloat16", "triton in its interpreter, bfloat16"):
-        assert name in whats
-    assert sum(what.startswith("TP2, 2 processes over gloo") for what in whats) == 2
+        assert name in labels
+    assert sum(label.startswith("TP2, 2 processes over gloo") for label in labels) == 2
     assert all(row.holds for row in result.rows)
     assert not list(Path(tmp_path).glob("*.json"))
 

@@ -1,4 +1,4 @@
-"""The picture and the summary of a run: whole, one step long, without evaluation, compared."""
+"""The picture and the summary of a run, also of one step or without evaluation, and the comparison of several runs."""
 
 import json
 
@@ -52,7 +52,7 @@ ONE_RANK = {
 INFO = RunInfo("dppo-binary-tv", "TP2, 2 ranks", "tiny", "float32", 1)
 
 
-def trained_step(step, reward):
+def step_metrics(step, reward):
     return {
         names.REWARD: reward,
         names.GAP_ON_POLICY: 1e-6 * step,
@@ -76,7 +76,7 @@ def save_run(folder, steps, *, evaluate=True, algorithm="dppo-binary-tv", seed=1
         start = {names.accuracy("held_out"): 0.25, names.WEIGHT_UPDATES: 1, "time/sync_s": 0.5}
         lines.append(encode_record(0, start))
     for step in range(1, steps + 1):
-        values = trained_step(step, step / 16)
+        values = step_metrics(step, step / 16)
         if evaluate and step == steps:
             values[names.accuracy("held_out")] = 0.75
         lines.append(encode_record(step, values))
@@ -107,10 +107,10 @@ def test_use_of_the_machine_is_drawn_where_it_is_recorded(tmp_path):
     speed = {names.TFLOPS: 240.0, names.MFU: 0.24, names.PEAK_MEMORY: 60.0, names.IDLE_SHARE: 0.02}
     updates = {names.UPDATE_SECONDS: 3.0, names.UPDATE_STALL: 2.5, names.UPDATE_BYTES_MOVED: 6e10}
     single, several = {names.TURNS: 1.0}, {names.TURNS: 1.5, names.PREFIX_CACHED: 0.5}
-    drafted = {names.ACCEPTED_LENGTH: 1.4}
-    for recorded, rows in ((speed | single, 4), (updates, 5), (several, 6), (drafted, 7)):
+    drafts = {names.ACCEPTED_LENGTH: 1.4}
+    for added_metrics, rows in ((speed | single, 4), (updates, 5), (several, 6), (drafts, 7)):
         for record in lines[1:]:
-            record.update(recorded)
+            record.update(added_metrics)
         (used / "metrics.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
         assert imread(write_report(used)).shape[0] == pytest.approx(plain * rows / 3, abs=2)
 
@@ -125,8 +125,8 @@ def test_an_update_is_drawn_beside_its_bounds():
     draw_update_seconds(seconds, [RunRecords("run", records)])
     assert [line.get_ydata().tolist() for line in seconds.lines] == [[3, 3], [2.5, 2.5], [1.25] * 2]
     draw_update_bytes(size, [RunRecords("run", records)])
-    drawn = [line.get_ydata().tolist() for line in size.lines]
-    assert drawn == [pytest.approx([gb, gb]) for gb in (60, 50, 0)]
+    lines = [line.get_ydata().tolist() for line in size.lines]
+    assert lines == [pytest.approx([gb, gb]) for gb in (60, 50, 0)]
     assert (seconds.get_ylabel(), size.get_ylabel()) == ("seconds", "GB")
     unstated = [{k: v for k, v in r.items() if k != names.UPDATE_BOUND} for r in records]
     draw_update_seconds(silent, [RunRecords("run", unstated)])
@@ -137,8 +137,8 @@ def test_an_update_is_drawn_beside_its_bounds():
 
 
 def many_figures(step):
-    """Everything that a panel can show, routing and the network's bound too."""
-    return trained_step(step, 0.5) | {
+    """Return the metrics of a step with everything that a panel can show."""
+    return step_metrics(step, 0.5) | {
         "step": step, names.ROUTING_AGREEMENT: 0.99, names.UPDATE_SECONDS: 3.0,
         names.UPDATE_STALL: 2.5, names.UPDATE_BOUND: 1.25, names.UPDATE_BYTES_MOVED: 6e10,
         names.UPDATE_BYTES_BOUND: 6e10, names.UPDATE_BYTES_BETWEEN_NODES: 6e10,
@@ -283,7 +283,7 @@ def test_short_phases_are_summed_up_and_the_same_for_every_run():
     first = {f"p{i}": [float(i), float(i)] for i in range(1, 8)}
     second = {"p1": [100.0]}
     folded = fold_short_phases([first, second])
-    # totals: p1 102, p7 14, p6 12, p5 10, p4 8; short: p2 and p3, 2 + 3 seconds in each step
+    # The totals are: p1 102, p7 14, p6 12, p5 10, p4 8. The short phases p2 and p3 have 2 + 3 seconds in each step.
     assert list(folded[0]) == ["p1", "p7", "p6", "p5", "p4", REST]
     assert len(folded[0]) == MOST_PHASES + 1
     assert folded[0][REST] == [5.0, 5.0]

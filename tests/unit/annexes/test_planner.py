@@ -1,4 +1,4 @@
-"""The planner's arithmetic: numbers worked by hand, the families' tables as an oracle, and the command."""
+"""The planner's arithmetic, compared with numbers worked by hand and the families' tables, and the command."""
 
 import json
 import math
@@ -121,7 +121,7 @@ def test_parameters_of_dense_and_tied_models(name, layout):
 
 
 def test_adam_state_by_hand():
-    """EP8 TP4 of 16 ranks: 3.62 B of experts and 0.39 B dense on a rank, sharded 2 and 4 ways."""
+    """With EP8 TP4 on 16 ranks, a rank has 3.62 B of experts, sharded 2 ways, and 0.39 B dense, sharded 4 ways."""
     experts = 48 * 16 * 3 * 2048 * 768
     held = rank_parameters(MOE, Layout(tensor=4, expert=8, data=4), 0)
     assert sum(size * count for size, count in held.experts) == experts == 3_623_878_656
@@ -153,7 +153,7 @@ def test_a_reference_policys_copy_by_hand():
 
 
 def test_1f1b_and_interleaved_micro_batches_in_flight():
-    """Megatron-Core's warm-up plus one: P - p, and 2 (P - p - 1) + (v - 1) P + 1 chunks."""
+    """Megatron-Core's warm-up plus one: P - p micro-batches, or 2 (P - p - 1) + (v - 1) P + 1 interleaved chunks."""
     plain, chunked = Layout(pipeline=4), Layout(pipeline=4, virtual_pipeline=2)
     assert [chunks_in_flight(plain, p, 8) for p in range(4)] == [4, 3, 2, 1]
     assert [chunks_in_flight(plain, p, 2) for p in range(4)] == [2, 2, 2, 1]
@@ -165,7 +165,7 @@ def test_1f1b_and_interleaved_micro_batches_in_flight():
 
 
 def test_a_layer_of_transformer_engine_by_hand():
-    """Per token of TP4 with sequence parallelism: hidden 2048, queries 4096, keys 512, 8 of 128 experts of 768."""
+    """Bytes per token with TP4 and sequence parallelism. Hidden size 2048, queries 4096, keys 512, 8 experts of 768."""
     layer = layer_bytes(facts().trainer)
     assert layer.input == 2048 / 4 * 2
     assert layer.norms == 2 * (2 * 2048 * 2 + 4) / 4
@@ -174,16 +174,16 @@ def test_a_layer_of_transformer_engine_by_hand():
     assert layer.core == (queries + 2 * keys) * 2 + 4 * 8
     assert layer.mlp == 8 / 4 * ((2048 + 3 * 768) * 2 + 4)
     assert layer.kept("full") == layer.input
-    # Selective: without the experts' product and the output of the norm before the router.
+    # Selective recomputation omits the experts' product and the output of the norm before the router.
     assert layer.kept("selective") == layer.whole - (8 / 4 * 768 * 2 + 2048 / 4 * 2)
 
 
 def test_activations_by_hand():
-    """Full recomputation keeps 48 inputs and one whole layer; without it a stage keeps every layer it has in flight."""
+    """Full recomputation keeps 48 inputs and one whole layer. Without it, a stage keeps all layers in flight."""
     trainer = facts("qwen3_30b_a3b_base", "training.recompute=full").trainer
-    found = activation_bytes(trainer, 0, busiest=1.0)
-    assert found.layers == 48 * 17408 * 1024
-    assert found.recomputed == round(17408 * layer_bytes(trainer).whole)
+    activations = activation_bytes(trainer, 0, busiest=1.0)
+    assert activations.layers == 48 * 17408 * 1024
+    assert activations.recomputed == round(17408 * layer_bytes(trainer).whole)
     none = replace(trainer, recompute="none", layout=Layout(tensor=4, pipeline=2, expert=8, data=4))
     first, last = (activation_bytes(none, stage, busiest=1.0) for stage in (0, 1))
     assert first.layers == 2 * last.layers == 2 * 24 * round(17408 * layer_bytes(none).whole)
@@ -197,30 +197,30 @@ def test_activations_by_hand():
 
 
 def test_context_parallel_ranks_by_hand():
-    """TP4 with sequence parallelism, queries 4096 and keys 512: a ring of two, and heads for tokens."""
+    """TP4 with sequence parallelism, queries 4096 and keys 512: a ring of two ranks, and an all-to-all of heads."""
     trainer = facts("qwen3_30b_a3b_base", "parallel.context=2").trainer
     one = facts().trainer
     assert (trainer.layout.describe(), trainer.tokens) == ("TP4 CP2 EP8 DP2", one.tokens)
     assert trainer.rank_tokens * 2 == one.tokens
     shared, whole = (activation_bytes(t, 0, busiest=1.0) for t in (trainer, one))
     assert shared.layers * 2 == whole.layers
-    # Gradients as they were, and keys and values of both ranks with one and a half outputs; or all of them twice.
+    # A ring works with keys and values of both ranks twice, and 1.5 outputs. An all-to-all has all tensors twice.
     ring = 8704 * (2 * 128 * 2 + 1024 * 1.5) * 2
     assert shared.working == whole.working / 2 + ring
     exchanged = activation_bytes(replace(trainer, exchange="a2a"), 0, busiest=1.0)
     assert exchanged.working == whole.working / 2 + 8704 * 2 * (1024 + 2 * 128) * 2
-    # Adam's state is shared by all that have the same weights, as before; the loss is every rank's of all tokens.
+    # Ranks with equal weights share Adam's state as without context parallelism. Each rank has the loss of all tokens.
     assert state_bytes(trainer, 0) == state_bytes(one, 0)
     assert statistics_bytes(trainer, 0) == statistics_bytes(one, 0)
     groups = [
         trainer_communicator_bytes(t.layout, sends=True) // PER_COMMUNICATOR for t in (trainer, one)
     ]
-    assert groups[0] == groups[1] + 2  # its own, and that over which gradients are reduced
+    assert groups[0] == groups[1] + 2  # the context group, and the group that reduces gradients
 
 
 def test_a_ring_s_traffic_grows_with_its_ranks():
-    """Keys and values of a token, 2 x 512 / 4 x 2 bytes, are sent on in every pass: twice forward under full
-    recomputation, twice backward."""
+    """Full recomputation has two forward passes. Each sends the keys and values of a token, 2 x 512 / 4 x 2 bytes, to
+    each other rank. The backward pass sends them and their gradients."""
     sent = {
         size: context_bytes(
             facts(
@@ -235,35 +235,40 @@ def test_a_ring_s_traffic_grows_with_its_ranks():
 
 
 def test_batches_by_hand():
-    found = facts(mean_response=3744, mean_prompt=256).batches()
-    assert (found["responses"], found["optimizer_steps"], found["per_step"], found["replica"]) == (
+    counts = facts(mean_response=3744, mean_prompt=256).batches()
+    assert (
+        counts["responses"],
+        counts["optimizer_steps"],
+        counts["per_step"],
+        counts["replica"],
+    ) == (
         4096,
         8,
         512,
         128,
     )
-    assert found["tokens"] == 4096 * 4000
-    assert found["micro_batches"] == round(128 * 4000 / (17408 * 0.9)) == 33
-    assert found["longest_tokens"] == 4096 * 17408
-    assert found["micro_batch_tokens"] == 17408
+    assert counts["tokens"] == 4096 * 4000
+    assert counts["micro_batches"] == round(128 * 4000 / (17408 * 0.9)) == 33
+    assert counts["longest_tokens"] == 4096 * 17408
+    assert counts["micro_batch_tokens"] == 17408
 
 
 def test_columns_by_hand():
-    """384 bytes of routing a token, also on the wire; Top-20 8 bytes an id."""
+    """Routing has 384 bytes a token, also on the wire. Top-20 has 8 bytes an id."""
     assert routing_bytes_per_token(MOE) == 384
     both = facts(
         "qwen3_30b_a3b_base_r3", "algorithm.name=dppo-topk-tv", mean_response=100, mean_prompt=1
     )
-    found = column_bytes(MOE, both.rollout)
-    assert found.routing == 4096 * 100 * 384
-    assert found.routing_wire == found.routing
-    assert found.topk == 4096 * 100 * 20 * 8
-    assert found.replicas == found.routing + found.topk + 4096 * (101 * 5 + 100 * 8)
+    columns = column_bytes(MOE, both.rollout)
+    assert columns.routing == 4096 * 100 * 384
+    assert columns.routing_wire == columns.routing
+    assert columns.topk == 4096 * 100 * 20 * 8
+    assert columns.replicas == columns.routing + columns.topk + 4096 * (101 * 5 + 100 * 8)
     assert column_bytes(MOE, facts().rollout).routing_wire == 0
 
 
 def test_flops_by_hand():
-    """3.04 B active weights, the embedding left out, and 0.39 MFLOP x S of attention a token."""
+    """A token uses 3.04 B weights without the embedding, and 0.39 MFLOP x S of attention."""
     layer = 2048 * (2 * 4096 + 2 * 512) + 8 * 3 * 2048 * 768 + 2048 * 128
     assert active_parameters(MOE) == 48 * layer + 2048 * 151936
     assert linear_flops(MOE) / 1e9 == pytest.approx(6.083, abs=0.001)
@@ -298,7 +303,8 @@ def test_weights_of_an_fp8_server_are_those_of_the_engines_map():
 
 
 def test_fp8_rollouts_in_the_plan():
-    """Half the bytes on servers and in updates, more KV cache, shorter decode steps; the trainer is the same."""
+    """FP8 halves the bytes on servers and in updates. The KV cache is larger, and decode steps are shorter. The trainer
+    does not change."""
     plain = facts("qwen3_30b_a3b_base", "sglang.tp_size=2", mean_response=8192, mean_prompt=256)
     fp8 = facts(
         "qwen3_30b_a3b_base",
@@ -315,7 +321,7 @@ def test_fp8_rollouts_in_the_plan():
     assert 0.5 < seconds[1] / seconds[0] < 0.95
     assert quantized_parameters(MOE) == 48 * 2048 * (2 * 4096 + 2 * 512)
     updates = [traffic(f, DEVICES["h100"]).update for f in (plain, fp8)]
-    # 29.9 G elements have one byte, and 1 / 4096 of it in scales; embedding, output matrix and routers have two.
+    # 29.9 G elements have one byte, and 1 / 4096 byte in scales. Embedding, output matrix and routers have two bytes.
     quantized = 48 * (2048 * 9216 + 128 * 3 * 2048 * 768)
     assert updates[0] == 2 * parameter_count(MOE)
     assert updates[0] - updates[1] == quantized - 4 * quantized // 128**2
@@ -327,14 +333,14 @@ def test_kv_cache_by_hand():
     assert (
         kv_bytes_per_token(MOE, replace(run.engine, layout=EngineLayout(8))) == 2 * 48 * 1 * 128 * 2
     )
-    found = engine_bytes(MOE, run.engine, run.rollout, DEVICES["h100"])
-    assert found.kv_tokens == found.kv_pool // 49152
-    assert found.sequences == found.kv_tokens // 8448
-    assert found.longest == found.kv_tokens // 17408
+    server = engine_bytes(MOE, run.engine, run.rollout, DEVICES["h100"])
+    assert server.kv_tokens == server.kv_pool // 49152
+    assert server.sequences == server.kv_tokens // 8448
+    assert server.longest == server.kv_tokens // 17408
 
 
 def test_attention_replicas_in_the_plan():
-    """Each replica has the heads of a sequence on fewer ranks and its share of the running requests."""
+    """A replica holds the heads of a sequence on fewer ranks, and runs its share of the requests."""
     overrides = ("sglang.tp_size=8", "sglang.ep_size=8", "sglang.mem_fraction_static=0.8")
     lengths = {"mean_response": 8192, "mean_prompt": 256}
     plain = facts("qwen3_30b_a3b_base", *overrides, **lengths)
@@ -352,7 +358,7 @@ def test_attention_replicas_in_the_plan():
         engine_bytes(MOE, f.engine, f.rollout, DEVICES["h100"]) for f in (plain, replicas)
     )
     assert after.kv_tokens == 4 * (after.kv_pool // (2 * 48 * 2 * 128 * 2))
-    # Without replicas each of the four key-value heads lies on two ranks; with four replicas, none does.
+    # Without replicas, each of the four key-value heads is on two ranks. With four replicas, each is on one rank.
     assert 1.8 * before.kv_tokens < after.kv_tokens < 2 * before.kv_tokens
     assert after.sequences == min(1000, 4 * (after.kv_tokens // 4 // 8448))
     embedding = MOE.vocab_size * MOE.hidden_size
@@ -362,16 +368,16 @@ def test_attention_replicas_in_the_plan():
 
 
 def test_update_and_checkpoint_by_hand():
-    found = traffic(facts(), DEVICES["h100"], storage=10e9)
+    sent = traffic(facts(), DEVICES["h100"], storage=10e9)
     assert parameter_count(MOE) == 30_532_122_624
-    assert found.update == 2 * parameter_count(MOE)
-    assert found.checkpoint == 14 * parameter_count(MOE)
-    assert found.checkpoint_seconds == pytest.approx(42.7, abs=0.1)
-    assert found.buckets == 114  # one node holds every first copy: 61.06 GB in buckets of 512 MiB
-    assert found.update_seconds == pytest.approx(61.06 / 30 + 114 * 0.02 + 1, abs=0.01)
+    assert sent.update == 2 * parameter_count(MOE)
+    assert sent.checkpoint == 14 * parameter_count(MOE)
+    assert sent.checkpoint_seconds == pytest.approx(42.7, abs=0.1)
+    assert sent.buckets == 114  # one node sends all 61.06 GB in buckets of 512 MiB
+    assert sent.update_seconds == pytest.approx(61.06 / 30 + 114 * 0.02 + 1, abs=0.01)
     experts = 48 * 128 * 3 * 2048 * 768
     dense = parameter_count(MOE) - experts
-    assert found.gathered == round(2 * (dense * 3 / 4 + experts * 7 / 8))
+    assert sent.gathered == round(2 * (dense * 3 / 4 + experts * 7 / 8))
     holders = traffic(facts("qwen3_30b_a3b_base", "weight_sync.senders=holders"), DEVICES["h100"])
     assert holders.buckets == 8 * 15  # eight senders of 7.6 GB
     assert holders.gathered == round(2 * dense * 3 / 4)
@@ -379,16 +385,16 @@ def test_update_and_checkpoint_by_hand():
 
 def test_an_update_of_adapters_by_hand():
     attention = ("lora.target_modules=[attention]", "weight_sync.strategy=disk")
-    found = traffic(
+    sent = traffic(
         facts("qwen3_30b_a3b_base_lora", "lora.update=adapters", *attention), DEVICES["h100"], 5e9
     )
     widths = (2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048)  # of q, k and v, o
-    assert found.update == found.gathered == 2 * 48 * 32 * widths
-    assert found.buckets == 1
-    assert found.update_seconds == pytest.approx(1 + 2 * found.update / 5e9)
+    assert sent.update == sent.gathered == 2 * 48 * 32 * widths
+    assert sent.buckets == 1
+    assert sent.update_seconds == pytest.approx(1 + 2 * sent.update / 5e9)
     merged = traffic(facts("qwen3_30b_a3b_base_lora", *attention), DEVICES["h100"], 5e9)
     assert merged.update == 2 * parameter_count(MOE)
-    assert merged.checkpoint == found.checkpoint == 7 * found.update
+    assert merged.checkpoint == sent.checkpoint == 7 * sent.update
 
 
 @pytest.mark.parametrize(
@@ -438,18 +444,18 @@ def test_forwarded_options_change_a_parameters_bytes(overrides, gradient, optimi
 
 
 def test_offloaded_state_moves_to_the_hosts_and_costs_their_memorys_rate():
-    def planned(*words):
+    def plan_with(*words):
         return plan_run(facts("qwen3_30b_a3b_base", *words), H100)
 
-    plain, offloaded = planned(), planned("megatron_optimizer.optimizer_cpu_offload=true")
+    plain, offloaded = plan_with(), plan_with("megatron_optimizer.optimizer_cpu_offload=true")
     moved = plain.ranks[0].state.optimizer - offloaded.ranks[0].state.optimizer
-    # Two of the three fp32 tensors move; the host also has a copy of the master, and gradients.
+    # Two of the three fp32 tensors move. The host also has a copy of the master weights, and gradients.
     assert moved == offloaded.ranks[0].state.offloaded_elements * 8
     assert offloaded.hosts[0].offloaded == offloaded.ranks[0].state.offloaded_elements * 24 * 8
     assert plain.hosts[0].offloaded == 0
     assert offloaded.seconds.training > plain.seconds.training
-    # Both copies of bfloat16 moments are in a checkpoint in their own type.
-    assert planned(*AWARE).traffic.checkpoint == plain.traffic.checkpoint * 10 // 14
+    # A checkpoint has both moments in bfloat16, their own type.
+    assert plan_with(*AWARE).traffic.checkpoint == plain.traffic.checkpoint * 10 // 14
 
 
 def test_the_optimizer_is_sharded_where_several_replicas_train_in_bfloat16():
@@ -520,12 +526,12 @@ def test_what_an_algorithm_needs_is_what_its_row_says(name):
 def test_a_row_that_docs_extending_adds_is_planned_by_what_it_says(
     monkeypatch, row, topk, recomputes
 ):
-    """Whatever its name is: it was once guessed from parts of it."""
+    """The planner reads the needs of an algorithm from its row, and does not guess them from its name."""
     monkeypatch.setitem(PRESETS, "factor", row)
-    planned = plan_run(facts("qwen3_30b_a3b_base", "algorithm.name=factor"), H100)
-    assert planned.facts.rollout.topk == topk
-    assert (planned.seconds.recompute_pass > 0) == recomputes
-    assert (planned.columns.topk > 0) == (topk > 0)
+    plan = plan_run(facts("qwen3_30b_a3b_base", "algorithm.name=factor"), H100)
+    assert plan.facts.rollout.topk == topk
+    assert (plan.seconds.recompute_pass > 0) == recomputes
+    assert (plan.columns.topk > 0) == (topk > 0)
 
 
 def test_an_algorithm_that_nobody_knows_is_refused(capsys, monkeypatch):
@@ -555,8 +561,8 @@ def test_trainers_and_servers_of_four_nodes():
 
 def test_what_does_not_fit_is_refused_by_part():
     plain = ["optimizer.distributed=false", "training.recompute=none"]
-    found = plan_run(facts("qwen3_30b_a3b_base", *plain), H100)
-    (problem,) = found.faults
+    plan = plan_run(facts("qwen3_30b_a3b_base", *plain), H100)
+    (problem,) = plan.faults
     assert problem.startswith("trainer GPU memory: ")
     assert "optimizer 4" in problem
     assert problem.endswith("80GB")
@@ -616,77 +622,81 @@ def test_servers_keep_an_update_until_its_end_where_updates_are_atomic():
 
 
 def test_evaluation_is_the_generation_of_its_responses(tmp_path):
-    """avg@32 on 60 problems, as if it were a rollout batch; spread over the steps between two of them."""
+    """avg@32 on 60 problems takes as long as such a rollout batch. The time is spread over the 5 steps between two
+    evaluations."""
     sets = [tmp_path / "a.jsonl", tmp_path / "b.parquet"]
     sets[0].write_text("{}\n" * 30 + "\n")
     words = ["evaluation.every=5", "evaluation.samples_per_prompt=32"]
     held_out = f"data.evaluation={{a: {sets[0]}, b: {sets[1]}}}"
-    asked = facts("qwen3_30b_a3b_base", held_out, *words)
-    assert asked.evaluation == EvaluationFacts(60, 32, asked.rollout.longest_response, 5)
+    evaluated = facts("qwen3_30b_a3b_base", held_out, *words)
+    assert evaluated.evaluation == EvaluationFacts(60, 32, evaluated.rollout.longest_response, 5)
     batch = (
         "rollout.prompts_per_step=60",
         "rollout.group_size=32",
         "training.prompts_per_mini_batch=60",
     )
-    alike = step_seconds(facts("qwen3_30b_a3b_base", *batch), H100, traffic(asked, H100.device))
-    plan = plan_run(asked, H100)
+    alike = step_seconds(facts("qwen3_30b_a3b_base", *batch), H100, traffic(evaluated, H100.device))
+    plan = plan_run(evaluated, H100)
     assert plan.seconds.evaluation == (alike.generation + alike.tail) / 5 > 20
-    unasked = plan_run(replace(asked, evaluation=None), H100).seconds
-    assert plan.seconds.total == pytest.approx(unasked.total + plan.seconds.evaluation)
+    without_evaluation = plan_run(replace(evaluated, evaluation=None), H100).seconds
+    assert plan.seconds.total == pytest.approx(without_evaluation.total + plan.seconds.evaluation)
     shorter = facts("qwen3_30b_a3b_base", held_out, *words, "evaluation.max_response_tokens=2048")
     assert 0 < plan_run(shorter, H100).seconds.evaluation < plan.seconds.evaluation / 2
     assert plan_run(facts("qwen3_30b_a3b_base", "data.evaluation={}"), H100).seconds.evaluation == 0
     console = Console(record=True, width=200)
     print_plan(console, plan)
-    each = plan.seconds.evaluation
-    told = f"60 problems x 32 take {5 * each:.0f} s, before the first step and every 5 steps: {each:.0f} s for each"
-    assert told in console.export_text()
+    seconds_per_step = plan.seconds.evaluation
+    sentence = (
+        f"60 problems x 32 take {5 * seconds_per_step:.0f} s, before the first step and every 5 steps: "
+        f"{seconds_per_step:.0f} s for each"
+    )
+    assert sentence in console.export_text()
 
 
 def test_search_ranks_what_fits_and_says_how_to_get_there():
-    found = search(Question(recipe(), MOE, H100))
-    seconds = [p.seconds for p in found]
+    proposals = search(Question(recipe(), MOE, H100))
+    seconds = [p.seconds for p in proposals]
     assert seconds == sorted(seconds)
-    assert all(p.plan.fullest.total <= 0.9 * H100.device.memory for p in found)
-    best = found[0]
-    again = facts_of(recipe("qwen3_30b_a3b_base", *best.changes), MOE)
-    assert plan_run(again, H100).seconds == best.plan.seconds
-    close = nearest(found, 3)
+    assert all(p.plan.fullest.total <= 0.9 * H100.device.memory for p in proposals)
+    best = proposals[0]
+    best_facts = facts_of(recipe("qwen3_30b_a3b_base", *best.changes), MOE)
+    assert plan_run(best_facts, H100).seconds == best.plan.seconds
+    close = nearest(proposals, 3)
     assert len(close) == 3
-    assert len(close[0].changes) == min(len(p.changes) for p in found)
+    assert len(close[0].changes) == min(len(p.changes) for p in proposals)
 
 
 def test_search_keeps_the_experts_and_replicas_of_servers():
     options = ("sglang.tp_size=4", "sglang.ep_size=4", "sglang.attn_dp_size=2")
-    found = search(Question(recipe("qwen3_30b_a3b_base", *options), MOE, H100))
-    layouts = {p.plan.facts.engine.layout for p in found}
+    proposals = search(Question(recipe("qwen3_30b_a3b_base", *options), MOE, H100))
+    layouts = {p.plan.facts.engine.layout for p in proposals}
     assert {(layout.expert, layout.attention_replicas) for layout in layouts} == {(4, 2)}
     assert {layout.tensor for layout in layouts} <= {4, 8}
 
 
 @pytest.mark.parametrize(("given", "is_suggested"), [("null", False), ("false", True)])
 def test_a_proposal_names_no_value_that_the_recipe_has_already(given, is_suggested):
-    """Without a value the optimizer is distributed by itself: in bfloat16, over several replicas."""
+    """With null, the optimizer is distributed by default, because several replicas train in bfloat16."""
     overrides = (f"optimizer.distributed={given}",)
     base = recipe("qwen3_30b_a3b_base", *overrides)
-    found = nearest(search(Question(base, MOE, H100)), 40)
-    replicated = [p for p in found if p.question.config.parallel.data > 1]
+    proposals = nearest(search(Question(base, MOE, H100)), 40)
+    replicated = [p for p in proposals if p.question.config.parallel.data > 1]
     assert replicated
     for proposal in replicated:
         assert ("optimizer.distributed=true" in proposal.changes) == is_suggested
-    for change in {change for proposal in found for change in proposal.changes}:
+    for change in {change for proposal in proposals for change in proposal.changes}:
         changed = recipe("qwen3_30b_a3b_base", *overrides, change)
         assert changed.model_dump() != base.model_dump()
 
 
 def test_bars_of_a_picture_add_up_to_the_plan():
     plan = plan_run(facts(), H100)
-    drawn = bars(plan)
-    assert list(drawn) == ["trainer, stage 0", "server"]
-    assert sum(drawn["trainer, stage 0"].values()) == pytest.approx(
+    segments = bars(plan)
+    assert list(segments) == ["trainer, stage 0", "server"]
+    assert sum(segments["trainer, stage 0"].values()) == pytest.approx(
         plan.fullest.total / 2**30, rel=1e-6
     )
-    assert sum(drawn["server"].values()) == pytest.approx(
+    assert sum(segments["server"].values()) == pytest.approx(
         (H100.device.memory - 2**29) / 2**30, rel=1e-6
     )
 
@@ -729,7 +739,7 @@ def test_the_command_refuses_with_what_would_fit_and_exits_2(capsys, monkeypatch
 
 
 def test_where_no_layout_fits_the_least_that_does_is_named(capsys, monkeypatch):
-    """And a program that asks for layouts is told by the exit code, also where the recipe itself is in order."""
+    """With ``--search``, the exit code says whether a layout fits, also if the recipe itself has no fault."""
     monkeypatch.chdir(ROOT)
     words = ["examples/recipes/qwen3_30b_a3b_base.yaml", "--gpu", "h100"]
     assert command.main([*words, "--nodes", "1", "--json"]) == 2
@@ -745,7 +755,8 @@ def test_where_no_layout_fits_the_least_that_does_is_named(capsys, monkeypatch):
     )
     monkeypatch.setattr(command, "search_schedules", lambda *_: [])
     monkeypatch.setattr(command, "least_nodes", lambda *_: None)
-    assert command.main([*words, "--nodes", "4", "--json"]) == 0  # nothing was asked but the plan
+    # Without --search, only the plan counts.
+    assert command.main([*words, "--nodes", "4", "--json"]) == 0
     assert command.main([*words, "--nodes", "4", "--search", "--json"]) == 2
 
 
@@ -774,7 +785,7 @@ def test_who_waits_for_whom_and_the_gpu_hours_by_hand(capsys, monkeypatch):
 
 
 def test_memory_where_there_is_no_gpu(tmp_path):
-    """A tiny model's 18 bytes (bf16) of every parameter and rank, and 2 for each of the server's."""
+    """In bf16, a trainer rank has 18 bytes for each parameter, and the server has 2."""
     shape = MODELS / "qwen3-1.7b-base"
     words = [
         f"model.hf_checkpoint={shape}",
@@ -838,32 +849,32 @@ def test_a_decoded_token_of_a_server_over_nodes(nodes, each, seconds):
     run = facts("qwen3_30b_a3b_base", "sglang.tp_size=16")
     assert (MOE.num_layers, MOE.hidden_size, MOE.vocab_size) == (48, 2048, 151_936)
     cluster = Cluster(DEVICES["h100"], nodes, each)
-    found = network_seconds(MOE, run.engine, cluster, 256, 256)
-    assert found == pytest.approx(seconds, rel=1e-12)
+    seconds_across_nodes = network_seconds(MOE, run.engine, cluster, 256, 256)
+    assert seconds_across_nodes == pytest.approx(seconds, rel=1e-12)
     whole = Cluster(DEVICES["h100"], 1, 16)
     step = decode_seconds(run, cluster, 256, 1000) - decode_seconds(run, whole, 256, 1000)
     assert step == pytest.approx(seconds)
 
 
 def test_pipeline_stages_of_a_server_over_nodes():
-    """Two stages of eight GPUs: a part of 128 tokens is handed on in 128 x 4,096 / 8 bytes a port, at 0.7 x 50 GB/s."""
+    """Two stages of eight GPUs. For 128 tokens, each port sends 128 x 4,096 / 8 bytes, at 0.7 x 50 GB/s."""
     run = facts("qwen3_30b_a3b_base", "sglang.tp_size=8", "sglang.pp_size=2")
     over, inside = (Cluster(DEVICES["h100"], n, 16 // n, network_latency=1e-5) for n in (2, 1))
-    found = hand_over_seconds(MOE, run.engine, over, 128)
-    assert found == pytest.approx(1e-5 + 128 * 4096 / 8 / 35e9)
+    hand_over = hand_over_seconds(MOE, run.engine, over, 128)
+    assert hand_over == pytest.approx(1e-5 + 128 * 4096 / 8 / 35e9)
     assert hand_over_seconds(MOE, run.engine, inside, 128) == 0
     step = decode_seconds(run, over, 256, 1000) - decode_seconds(run, inside, 256, 1000)
-    assert step == pytest.approx(2 * found)
+    assert step == pytest.approx(2 * hand_over)
 
 
 def test_pipeline_stages_read_the_weights_once_for_each_part():
-    """One stage of as many GPUs as a stage here has reads all weights once a step."""
+    """A server of one stage reads all weights once a step. Each of two stages reads its half once for each part."""
     run = facts("qwen3_30b_a3b_base", "sglang.tp_size=4", "sglang.pp_size=2")
     whole = Cluster(DEVICES["h100"], 1, 8)
     half = replace(run, engine=replace(run.engine, pipeline=1))
-    # 96 all-reduces of 128 x 2,048 x 2 bytes, 6/4 of which a GPU of four sends
+    # 96 all-reduces of 128 x 2,048 x 2 bytes. Each of four GPUs sends 6/4 of these bytes.
     beside = 96 * (15e-6 + 1.5 * 524_288 / 315e9)
-    kv = 4_000 * 128 * 24 * 2 * 128 * 2 / 0.7  # of 24 layers and one key-value head
+    kv = 4_000 * 128 * 24 * 2 * 128 * 2 / 0.7  # 24 layers, one key-value head
     touched = touched_parameters(MOE, 128)
     weights = touched.dense * 2 / 0.7 + touched.experts * 2 / 0.55
     part = (weights / 8 + kv) / DEVICES["h100"].hbm
@@ -875,11 +886,11 @@ def test_pipeline_stages_read_the_weights_once_for_each_part():
 
 
 def test_weights_that_a_decode_step_touches():
-    """One token: 8 experts of 128 in each of 48 layers, 3 x 2,048 x 768; a hundred: all but 0.16% of them."""
+    """One token uses 8 of 128 experts, 3 x 2,048 x 768, in each of 48 layers. A hundred tokens use all but 0.16%."""
     one, all_of_them = 48 * 8 * 3 * 2048 * 768, 48 * 128 * 3 * 2048 * 768
-    found = touched_parameters(MOE, 1)
-    assert found.experts == pytest.approx(one)
-    assert found.dense == active_parameters(MOE) - one
+    touched = touched_parameters(MOE, 1)
+    assert touched.experts == pytest.approx(one)
+    assert touched.dense == active_parameters(MOE) - one
     assert touched_parameters(MOE, 100).experts == pytest.approx(all_of_them * 0.9984, rel=1e-4)
     dense = load_model_shape(MODELS / "qwen3-8b-base")
     assert touched_parameters(dense, 100) == TouchedParameters(active_parameters(dense), 0)
@@ -895,7 +906,7 @@ def test_pipeline_stages_are_filled_and_drained_in_prefill():
 
 
 def test_prompts_of_a_server_over_nodes():
-    """Two passes of 8,192 tokens and 64 prompts: 97 x 8,192 x 4,096 bytes twice, 64 x 303,872 bytes."""
+    """Two passes have 8,192 tokens and 64 prompts each: 97 x 8,192 x 4,096 bytes twice, and 64 x 303,872 bytes."""
     run = facts("qwen3_30b_a3b_base", "sglang.tp_size=16")
     rollout = replace(run.rollout, prompts=128, mean_prompt=128.0)
     run = replace(run, rollout=rollout, engine=replace(run.engine, servers=1))
@@ -905,14 +916,14 @@ def test_prompts_of_a_server_over_nodes():
 
 
 def test_head_flops_by_hand():
-    """A response of 3 in 4 tokens, 60,000 of 80,000 in a micro-batch: 56,000 of them outside the last chunk."""
-    found = facts(mean_response=768, mean_prompt=256)
-    trainer = replace(found.trainer, tokens=80_000, chunk_tokens=4_000)
+    """3 of 4 tokens are of responses: 60,000 of 80,000 in a micro-batch, 56,000 of them outside the last chunk."""
+    run = facts(mean_response=768, mean_prompt=256)
+    trainer = replace(run.trainer, tokens=80_000, chunk_tokens=4_000)
     product = 2 * 2048 * 151936
-    flops = head_flops(trainer, found.rollout)
+    flops = head_flops(trainer, run.rollout)
     assert flops.forward == pytest.approx(-product / 4)
     assert flops.training == pytest.approx(product * (-3 / 4 + 3 / 4 * 56 / 60))
-    once = head_flops(replace(trainer, chunk_tokens=60_000), found.rollout)
+    once = head_flops(replace(trainer, chunk_tokens=60_000), run.rollout)
     assert once.training == pytest.approx(-product * 3 / 4)
-    frozen = head_flops(replace(trainer, trained=object(), chunk_tokens=60_000), found.rollout)
+    frozen = head_flops(replace(trainer, trained=object(), chunk_tokens=60_000), run.rollout)
     assert frozen.training == pytest.approx(-product * 2 / 4)

@@ -41,8 +41,8 @@ def test_types_and_derived_tensors_of_an_engine_are_counted() -> None:
         before = weight_bytes.__wrapped__(shape, EngineLayout(1))
     gates, norms = 2 * 3 * 8, 2 * 8
     with planted(table_of_each_kind()):
-        found = weight_bytes.__wrapped__(shape, EngineLayout(1))
-    assert found == before + 2 * gates + 2 * norms
+        counted_bytes = weight_bytes.__wrapped__(shape, EngineLayout(1))
+    assert counted_bytes == before + 2 * gates + 2 * norms
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_the_weights_of_an_engine_s_rank_are_counted_by_layer(mixed_layers: Mode
 
 
 def test_the_cache_of_attention_and_the_states_of_delta_nets_are_counted() -> None:
-    """12 layers with 2 heads of 256 in the cache; 36 with 32 matrices of 128 x 128 in fp32 and 3 tokens of 8192."""
+    """12 layers have 2 heads of 256 in the cache. 36 have 32 matrices of 128 x 128 in fp32, and 3 tokens of 8192."""
     shape = load_model_shape(NEXT)
     engine = EngineFacts(1, EngineLayout(4, 4), 1, None, None, None, kv_bytes=2)
     assert kv_bytes_per_token(shape, engine) == 12 * 2 * 1 * 256 * 2
@@ -97,12 +97,12 @@ def test_the_adapters_of_each_rank_are_counted(folder: Path, layout: Layout) -> 
 
 
 def test_a_delta_net_with_adapters_keeps_more_than_without() -> None:
-    def kept(lora: dict[str, int]) -> float:
+    def kept_bytes(lora: dict[str, int]) -> float:
         config = run_config(str(NEXT), {}, {"lora": lora})
         trainer = trainer_facts(config, load_model_shape(NEXT), 1, 256, gpu=False)
         return layer_bytes(trainer, number=0).projections
 
-    assert kept({"rank": 8}) > kept({})
+    assert kept_bytes({"rank": 8}) > kept_bytes({})
 
 
 def test_parked_bytes_by_hand() -> None:

@@ -49,81 +49,81 @@ RECIPE = ROOT / "examples" / "recipes" / "qwen3_30b_a3b_base.yaml"
 MOE = load_model_shape(ROOT / "examples" / "model_configs" / "qwen3-30b-a3b-base")
 H100 = Cluster(DEVICES["h100"], 4)
 SIXTEEN = ["engine.servers=16", "parallel.world_size=32", "sglang.mem_fraction_static=0.75"]
-"""Ranks and servers of TP 2, each on all GPUs."""
+"""Settings with which the ranks use all 32 GPUs, and 16 servers of TP 2 use all GPUs, too."""
 
 
 EIGHT = ["engine.servers=8", "sglang.tp_size=2", "training.recompute=full"]
 
 
 def facts(schedule, *words, **lengths):
-    """Of a layout by default of 16 ranks and eight servers of TP 2."""
+    """Return the facts of the recipe with eight servers of TP 2, and of 16 ranks unless ``words`` change them."""
     return facts_of(load_config(RECIPE, [*EIGHT, *words]), MOE, schedule=schedule, **lengths)
 
 
 def test_a_synchronous_step_by_hand():
-    found = StepSeconds(ON_POLICY, 50, 0, 20, 10, 4, 1, tail=10, evaluation=5)
-    assert found.total == 50 + 10 + 30 + 4 + 1 + 5 == 100
-    assert found.idle == {"trainers": pytest.approx(0.65), "servers": pytest.approx(0.41)}
-    assert found.gpu_idle(16, 16) == pytest.approx(0.53)
-    assert found.gpu_idle(8, 24) == pytest.approx((8 * 0.65 + 24 * 0.41) / 32)
+    step = StepSeconds(ON_POLICY, 50, 0, 20, 10, 4, 1, tail=10, evaluation=5)
+    assert step.total == 50 + 10 + 30 + 4 + 1 + 5 == 100
+    assert step.idle == {"trainers": pytest.approx(0.65), "servers": pytest.approx(0.41)}
+    assert step.gpu_idle(16, 16) == pytest.approx(0.53)
+    assert step.gpu_idle(8, 24) == pytest.approx((8 * 0.65 + 24 * 0.41) / 32)
 
 
 def test_a_stale_step_by_hand():
-    found = StepSeconds(STALE, 50, 0, 20, 10, 4, 1, evaluation=5)
-    assert found.total == 50 + 5 + 4 + 1 == 60
-    assert found.idle == {"trainers": pytest.approx(25 / 60), "servers": pytest.approx(1 / 60)}
+    step = StepSeconds(STALE, 50, 0, 20, 10, 4, 1, evaluation=5)
+    assert step.total == 50 + 5 + 4 + 1 == 60
+    assert step.idle == {"trainers": pytest.approx(25 / 60), "servers": pytest.approx(1 / 60)}
     # A trainer that takes longer hides the evaluation, too.
-    slower = replace(found, training=60)
+    slower = replace(step, training=60)
     assert slower.total == 70 + 4 + 1
     assert slower.idle == {"trainers": 0, "servers": pytest.approx(1 - 59 / 75)}
 
 
 def test_a_colocated_step_by_hand():
-    found = StepSeconds(COLOCATED, 25, 0, 10, 5, 4, 1, tail=10, switch=5)
-    assert found.total == 25 + 10 + 15 + 5 + 4 + 1 == 60
-    assert found.idle == {"GPUs": pytest.approx((10 + 5) / 60)}
-    assert found.gpu_idle(32, 32) == found.idle["GPUs"]
-    assert list(found.phases) == [
+    step = StepSeconds(COLOCATED, 25, 0, 10, 5, 4, 1, tail=10, switch=5)
+    assert step.total == 25 + 10 + 15 + 5 + 4 + 1 == 60
+    assert step.idle == {"GPUs": pytest.approx((10 + 5) / 60)}
+    assert step.gpu_idle(32, 32) == step.idle["GPUs"]
+    assert list(step.phases) == [
         *("generation", "longest responses", "training", "collectives", "switch"),
         *("weight update", "checkpoint"),
     ]
 
 
 def test_servers_that_are_never_empty_have_no_tail_and_prefill_again():
-    """100 sequences of 256 + 4,096 tokens a server, at 2 x 3.04 B + 0.39 M x 4,352 FLOPs a token."""
+    """A server runs 100 sequences of 256 + 4,096 tokens, at 2 x 3.04 B + 0.39 M x 4,352 FLOPs a token."""
     waits, goes_on = facts(ON_POLICY), facts(STALE)
     running = sequences_at_once(waits, H100)
     assert running == sequences_at_once(goes_on, H100) == 100
     step = decode_seconds(waits, H100, running, 256 + 4096)
     steady = 4096 * 8192 / 8 / running * step + prefill_seconds(waits, H100)
     tail = (16384 - 8192) * decode_seconds(waits, H100, 10, 16384)
-    found = generation_seconds(waits, H100)
-    assert (found.steady, found.tail) == (pytest.approx(steady), pytest.approx(tail))
+    generation = generation_seconds(waits, H100)
+    assert (generation.steady, generation.tail) == (pytest.approx(steady), pytest.approx(tail))
     again = 100 * 4352 * (6.0832e9 + 2 * 4096 * 48 * 4352) / (2 * 989e12 * PREFILL_UTILISATION)
     assert resumed_seconds(waits, H100, running) == pytest.approx(again, rel=1e-3)
-    found = generation_seconds(goes_on, H100)
-    assert (found.steady, found.tail) == (pytest.approx(steady + again, rel=1e-3), 0)
+    generation = generation_seconds(goes_on, H100)
+    assert (generation.steady, generation.tail) == (pytest.approx(steady + again, rel=1e-3), 0)
 
 
 def test_servers_empty_before_the_next_batch_where_the_longest_responses_end_late():
-    """Mean response 8 s, longest 40 s, trainer 30 s: x = 40 + 30 - d."""
-    found = StepSeconds(STALE, 60, 0, 30, 0, 4, 1, mean_response=8, last_response=40)
+    """The mean response takes 8 s, the longest 40 s, the trainer 30 s. With decoding d: x = 40 + 30 - d."""
+    step = StepSeconds(STALE, 60, 0, 30, 0, 4, 1, mean_response=8, last_response=40)
     x = 8 * (sqrt(1 + 2 * 10 / 8) - 1)
-    assert found.decoding == pytest.approx(70 - x)
-    assert found.decoding - 60 == pytest.approx(x**2 / 16)
-    assert found.total == found.decoding + 5
+    assert step.decoding == pytest.approx(70 - x)
+    assert step.decoding - 60 == pytest.approx(x**2 / 16)
+    assert step.total == step.decoding + 5
     # x > 8: d = 40 + x - 4 = 70 - x
-    assert replace(found, generation=40).decoding == 53
+    assert replace(step, generation=40).decoding == 53
     # Two batches ahead: 40 + 30 < 2 x 60.
-    assert replace(found, schedule=replace(STALE, staleness=2)).decoding == 60
-    # Few responses, all at once: each batch has two steps, its training included.
-    assert replace(found, generation=5, mean_response=1).decoding == pytest.approx(37.25)
-    assert replace(found, generation=1, mean_response=4).decoding == 35
-    # Colocated servers stand still while the trainer works: x = 40 - d.
-    turns = replace(found, schedule=replace(COLOCATED, staleness=1, drains=False))
-    assert turns.decoding == 60
-    assert replace(turns, generation=10).decoding == 23
-    assert replace(found, schedule=replace(STALE, drains=True)).decoding == 60
+    assert replace(step, schedule=replace(STALE, staleness=2)).decoding == 60
+    # All of a few responses run at once, so a batch and its training have two steps.
+    assert replace(step, generation=5, mean_response=1).decoding == pytest.approx(37.25)
+    assert replace(step, generation=1, mean_response=4).decoding == 35
+    # Colocated servers pause while the trainer works: x = 40 - d.
+    colocated = replace(step, schedule=replace(COLOCATED, staleness=1, drains=False))
+    assert colocated.decoding == 60
+    assert replace(colocated, generation=10).decoding == 23
+    assert replace(step, schedule=replace(STALE, drains=True)).decoding == 60
 
 
 def test_a_batch_of_few_responses_runs_at_once():
@@ -137,9 +137,12 @@ def test_a_batch_of_few_responses_runs_at_once():
         running = sequences_at_once(run, H100)
         assert running == 4 * staleness  # batches in flight on each of eight servers
         step = decode_seconds(run, H100, running, 256 + 50)
-        found = generation_seconds(run, H100)
+        generation = generation_seconds(run, H100)
         tail = (16384 - 100) * decode_seconds(run, H100, max(1, running / 10), 16384)
-        assert (found.mean_response, found.last_response) == (100 * step, 100 * step + tail)
+        assert (generation.mean_response, generation.last_response) == (
+            100 * step,
+            100 * step + tail,
+        )
 
 
 def rank(weights, gradients, optimizer, working=8):
@@ -158,21 +161,22 @@ def rank(weights, gradients, optimizer, working=8):
     ],
 )
 def test_the_least_is_parked_that_lets_both_fit(room, parked, travels, left, read):
-    """Server: 20 of weights, 30 of KV cache, 3 to work in, 0.5 its context; rank: 2 that stay, 10, 20, 30 of state."""
+    """In GiB, the server has weights of 20, a KV cache of 30, work space of 3, and a context of 0.5. The rank has 2
+    that stay, and weights of 10, gradients of 20 and an optimizer of 30."""
     engine = EngineBytes(20 * GIB, 30 * GIB, 0, 0.9, 1, 1, 1)
-    found = colocation.shared_bytes(rank(10, 20, 30), engine, 0, room * GIB)
-    assert (found.parked, found.travels) == (parked, travels * GIB)
+    shared = colocation.shared_bytes(rank(10, 20, 30), engine, 0, room * GIB)
+    assert (shared.parked, shared.travels) == (parked, travels * GIB)
     assert LEAST_RESERVED == 3 * GIB
-    assert found.generating == CONTEXT + (20 + 30 + 3 + 2 + left) * GIB <= room * GIB
-    assert found.training == (60 + 8 + 2) * GIB + CONTEXT + colocation.KEPT_BY_SERVER
-    assert found.updating == CONTEXT + (20 + 2 + 2 + read) * GIB
+    assert shared.generating == CONTEXT + (20 + 30 + 3 + 2 + left) * GIB <= room * GIB
+    assert shared.training == (60 + 8 + 2) * GIB + CONTEXT + colocation.KEPT_BY_SERVER
+    assert shared.updating == CONTEXT + (20 + 2 + 2 + read) * GIB
 
 
 def test_a_switch_moves_what_is_parked_out_and_back():
     run = facts(COLOCATED, *SIXTEEN)
     (shared,) = colocation.shared_ranks(run, H100.device)
     assert shared.parked == ("gradients", "reference", "optimizer")
-    # 12 bytes of 3.6 B of experts over four ranks, and of 0.39 B over eight
+    # 12 bytes for each parameter move: 3.6 B of experts over four ranks, and 0.39 B over eight.
     assert shared.travels == pytest.approx(2 * 12 * (3.624e9 / 4 + 0.39e9 / 8), rel=0.02)
     seconds = shared.travels / colocation.HOST_LINK + colocation.SWITCH_OVERHEAD
     assert colocation.switch_seconds(run, H100.device) == pytest.approx(seconds)
@@ -184,13 +188,13 @@ def test_a_switch_moves_what_is_parked_out_and_back():
 
 def test_a_colocated_plan_tells_what_is_parked_and_what_does_not_fit():
     run = facts(COLOCATED, *SIXTEEN)
-    found = plan_run(run, H100)
-    assert found.faults == ()
-    assert found.gpus == 32
-    assert all((n.trainer, n.engine, n.idle) == (8, 8, 0) for n in found.nodes)
-    assert all(host.parked == 8 * 16 * GIB for host in found.hosts)  # 10.7 GiB, pinned in 16
+    plan = plan_run(run, H100)
+    assert plan.faults == ()
+    assert plan.gpus == 32
+    assert all((n.trainer, n.engine, n.idle) == (8, 8, 0) for n in plan.nodes)
+    assert all(host.parked == 8 * 16 * GIB for host in plan.hosts)  # 10.7 GiB, pinned in 16
     console = Console(record=True, width=200)
-    print_plan(console, found)
+    print_plan(console, plan)
     assert (
         "Parked while servers generate (engine.parked): gradients, reference, optimizer, 21."
         in console.export_text()
@@ -202,14 +206,15 @@ def test_a_colocated_plan_tells_what_is_parked_and_what_does_not_fit():
 
 
 def test_both_copies_of_the_weights_must_fit_in_an_update():
-    """30 of weights each, 2 that stay of the rank, 2 and 0.5 of the server, whose KV cache is away."""
+    """In GiB, rank and server have weights of 30 each. The rank keeps 2, and the server 2 and a context of 0.5. The
+    KV cache is released."""
     engine = EngineBytes(30 * GIB, 30 * GIB, 0, 0.9, 1, 1, 1)
-    found = colocation.shared_bytes(rank(30, 0, 0, working=0), engine, 0, 66 * GIB)
-    assert found.parked[-1] == "weights"
-    assert found.updating == CONTEXT + (30 + 30 + 2 + 2) * GIB
+    shared = colocation.shared_bytes(rank(30, 0, 0, working=0), engine, 0, 66 * GIB)
+    assert shared.parked[-1] == "weights"
+    assert shared.updating == CONTEXT + (30 + 30 + 2 + 2) * GIB
     small = replace(DEVICES["h100"], memory=63 * GIB)
     assert any(
-        "in a weight update" in fault for fault in colocation.sharing_faults((found,), small)
+        "in a weight update" in fault for fault in colocation.sharing_faults((shared,), small)
     )
 
 
@@ -228,15 +233,15 @@ def test_the_recipe_s_own_schedule_is_ranked_too():
 
 def test_search_ranks_all_schedules_and_says_how_to_get_there():
     question = Question(load_config(RECIPE), MOE, Cluster(DEVICES["h200"], 2))
-    found = search_schedules(question)
-    seconds = [p.seconds for p in found]
+    proposals = search_schedules(question)
+    seconds = [p.seconds for p in proposals]
     assert seconds == sorted(seconds)
-    best = {p.question.schedule: p for p in reversed(found)}
+    best = {p.question.schedule: p for p in reversed(proposals)}
     assert set(best) == {ON_POLICY, STALE, COLOCATED}
     assert best[ON_POLICY].changes == search(question)[0].changes
     assert "engine.placement=colocated" in best[COLOCATED].changes
     assert {"rollout.max_staleness=1", "rollout.interrupt=retract"} <= set(best[STALE].changes)
-    shown = best_of_each(found, 2)
+    shown = best_of_each(proposals, 2)
     assert len(shown) == 6
     assert [p.seconds for p in shown] == sorted(p.seconds for p in shown)
 
@@ -245,8 +250,8 @@ def test_a_colocated_recipe_is_searched_for_separate_layouts_too():
     """The servers of a separate layout do not begin on the ranks' devices."""
     cluster = Cluster(DEVICES["h200"], 2)
     config = load_config(RECIPE, ["engine.placement=colocated"])
-    found = search_schedules(Question(config, MOE, cluster))
-    separate = [p for p in found if p.question.schedule == ON_POLICY]
+    proposals = search_schedules(Question(config, MOE, cluster))
+    separate = [p for p in proposals if p.question.schedule == ON_POLICY]
     own_question = Question(load_config(RECIPE), MOE, cluster)
     assert [p.seconds for p in separate] == [p.seconds for p in search(own_question)]
     assert "engine.placement=separate" in separate[0].changes

@@ -1,4 +1,4 @@
-"""What a node's preflight collects: how nodes meet in a folder, what an interpreter tells, what a run needs."""
+"""The evidence of a node's preflight: a run's needs, the messages of nodes in a folder, an interpreter's packages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.slurm.recipes import write_config
 GIB = 2**30
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "model_configs" / "qwen3-1.7b-base"
 PARAMETERS = 1_720_574_976
-"""Of that model, whose embeddings are tied."""
+"""Number of the model's parameters. Its embeddings are tied."""
 
 
 def config_of(folder: Path, **sections) -> TrainConfig:
@@ -47,7 +47,7 @@ def config_of(folder: Path, **sections) -> TrainConfig:
 
 def test_needs_follow_from_the_configuration(tmp_path):
     needs = needs_of(config_of(tmp_path), gpus=0, ports=[7])
-    # Two checkpoints are kept, one is in the making: weights and two moments, 4 bytes each.
+    # Two checkpoints are kept while a third one is written. Each has weights and two moments of 4 bytes.
     assert needs.disk_bytes == GIB + 3 * PARAMETERS * 12
     assert needs.memory_bytes == GIB + 4 * PARAMETERS
     assert needs.shm_bytes == GIB // 4
@@ -59,7 +59,7 @@ def test_needs_follow_from_the_configuration(tmp_path):
 
 
 def test_the_planner_and_the_preflight_count_the_same_bytes(tmp_path):
-    """Whole weights or adapters alone; in float32 and in bfloat16."""
+    """The run trains whole weights or adapters, in float32 or in bfloat16."""
     shape = load_model_shape(MODEL)
     lora = {"rank": 8, "update": "adapters", "target_modules": ["attention"]}
     for section in ({}, {"lora": lora}):
@@ -117,8 +117,8 @@ def test_a_file_in_the_making_is_not_heard(tmp_path):
     assert list(a.wait_for_all("topic")) == ["a"]
 
 
-def together(folder: Path, collect, tmp_path: Path) -> list[dict]:
-    """Evidence of three nodes that collect at the same time."""
+def collect_on_three_nodes(folder: Path, collect, tmp_path: Path) -> list[dict]:
+    """Return the evidence of three nodes that collect at the same time."""
     needs = needs_of(config_of(tmp_path), gpus=0)
     sites = [Site(needs, meeting, {}) for meeting in meetings(folder, "abc")]
     with ThreadPoolExecutor(3) as pool:
@@ -126,17 +126,17 @@ def together(folder: Path, collect, tmp_path: Path) -> list[dict]:
 
 
 def test_three_nodes_of_one_folder_see_each_other(tmp_path):
-    found = together(tmp_path / "shared", collect_shared_folder, tmp_path)
-    assert all(told["seen"] == told["replaced"] == ["a", "b", "c"] for told in found)
-    assert sum(told["won"] for told in found) == 1
+    evidence = collect_on_three_nodes(tmp_path / "shared", collect_shared_folder, tmp_path)
+    assert all(node["seen"] == node["replaced"] == ["a", "b", "c"] for node in evidence)
+    assert sum(node["won"] for node in evidence) == 1
 
 
 def test_three_nodes_of_one_machine_reach_each_other(tmp_path):
-    found = together(tmp_path / "shared", collect_network, tmp_path)
+    evidence = collect_on_three_nodes(tmp_path / "shared", collect_network, tmp_path)
     own = sorted(addresses())
-    for host, told in zip("abc", found, strict=True):
-        assert sorted(told["reached"]) == sorted(set("abc") - {host})
-        assert all(sorted(names) == own for names in told["reached"].values())
+    for host, node in zip("abc", evidence, strict=True):
+        assert sorted(node["reached"]) == sorted(set("abc") - {host})
+        assert all(sorted(names) == own for names in node["reached"].values())
 
 
 def test_gpus_are_told_by_the_driver_where_nvidia_smi_is_missing(tmp_path):
@@ -155,9 +155,9 @@ def test_an_interpreter_tells_its_packages_without_this_package_or_torch():
     isolated = json.loads(subprocess.check_output(command))
     assert isolated["packages"] == {"torch": None, "not-there": None}
     command.remove("-S")
-    told = json.loads(subprocess.check_output(command))
-    assert told["packages"]["torch"].startswith("2.")
-    assert told["packages"]["not-there"] is None
+    with_site = json.loads(subprocess.check_output(command))
+    assert with_site["packages"]["torch"].startswith("2.")
+    assert with_site["packages"]["not-there"] is None
 
 
 def test_what_triton_compiles_with_is_looked_for(tmp_path, monkeypatch):
@@ -184,8 +184,8 @@ def test_the_number_of_nccl_is_its_version(monkeypatch):
 
 
 def test_the_table_has_a_dash_for_what_was_not_collected():
-    told = {"host": {"name": "a"}, "memory": {"available": 3 * GIB, "shm_free": GIB // 2}}
-    lines = table({"a": told}, []).splitlines()
+    evidence = {"host": {"name": "a"}, "memory": {"available": 3 * GIB, "shm_free": GIB // 2}}
+    lines = table({"a": evidence}, []).splitlines()
     assert lines[1].split() == ["a", "none", "3.0", "GiB", "0.5", "GiB", "-", "-", "-", "ok"]
 
 
@@ -193,9 +193,9 @@ def test_this_machine_alone_gets_a_table(tmp_path):
     config = write_config(tmp_path)
     (tmp_path / "run").mkdir()
     command = [sys.executable, "-m", "megatron_dppo.cluster.preflight", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    header, line = done.stdout.splitlines()
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    header, line = result.stdout.splitlines()
     assert header.split()[0] == "node"
     assert line.split()[-1] == "ok"
     [verdict] = (tmp_path / "run" / "preflight").glob("local-*/verdict.json")
@@ -204,7 +204,7 @@ def test_this_machine_alone_gets_a_table(tmp_path):
 
 @pytest.fixture
 def cudnn_tree(tmp_path, monkeypatch):
-    """A toolkit and a module with a cuDNN of their own, beside the wheel's: the folders of each."""
+    """The folders of a toolkit and of a module with a cuDNN of their own, beside the wheel's cuDNN."""
     files = {
         "toolkit": ("lib64/libcudnn.so.9", "lib64/stubs/libcudnn.so"),
         "module": ("targets/x86_64-linux/lib/libcudnn.so", "targets/x86_64-linux/lib/libcudnn.so.9"),
@@ -239,10 +239,10 @@ def test_a_rank_names_the_wheels_cudnn_and_the_check_knows_it(cudnn_tree, monkey
     assert machine_toolkit.offer_cudnn(environment) == [f"CUDNN_HOME={wheel}"]
     assert environment["CUDNN_HOME"] == wheel
     assert inspection.cudnn_library(environment).startswith(wheel)
-    for chosen in ("CUDNN_HOME", "CUDNN_PATH"):
-        environment = {chosen: module}
+    for variable in ("CUDNN_HOME", "CUDNN_PATH"):
+        environment = {variable: module}
         assert machine_toolkit.offer_cudnn(environment) == []
-        assert environment == {chosen: module}
+        assert environment == {variable: module}
         assert inspection.cudnn_library(environment).startswith(module)
 
 

@@ -1,4 +1,4 @@
-"""The preflight's judges: evidence of some nodes in, the nodes at fault out. No node is started."""
+"""The preflight's judges: they get the evidence of some nodes and name the nodes at fault. No node is started."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ NEEDS = Needs(
 )
 
 
-def found(findings) -> list[tuple[str, str, str]]:
+def summaries(findings) -> list[tuple[str, str, str]]:
     """Return the host, the subject and the actual value of each finding."""
     return [(finding.host, finding.subject, finding.actual) for finding in findings]
 
 
 def test_a_bound_is_met_at_equality():
-    assert found(too_little("x", {"a": 5, "b": 4}, 5, "files")) == [("b", "x", "4 files")]
+    assert summaries(too_little("x", {"a": 5, "b": 4}, 5, "files")) == [("b", "x", "4 files")]
 
 
 def test_bytes_are_told_in_the_unit_that_reads_better():
@@ -63,7 +63,7 @@ def test_bytes_are_told_in_the_unit_that_reads_better():
 
 def test_the_odd_one_is_named_with_what_the_others_have():
     [finding] = outlier_findings("driver", {"a": "570", "b": "550", "c": "570"})
-    assert found([finding]) == [("b", "driver", "550")]
+    assert summaries([finding]) == [("b", "driver", "550")]
     assert finding.expected.startswith("570, ")
     assert str(finding) == f"b: driver: got 550, expected {finding.expected}"
 
@@ -86,7 +86,7 @@ def test_nodes_with_few_or_other_gpus_are_named():
         "c": {"gpus": [gpu(name="A100"), gpu(name="A100")]},
         "d": {"gpus": []},
     }
-    assert found(judge_gpus(evidence, NEEDS)) == [
+    assert summaries(judge_gpus(evidence, NEEDS)) == [
         ("b", "GPUs", "1"),
         ("d", "GPUs", "0"),
         ("c", "kind of GPU", "A100"),
@@ -105,12 +105,12 @@ def test_nodes_with_few_or_other_gpus_are_named():
     ],
 )
 def test_a_gpu_in_use_or_ill_is_named(values, told):
-    assert found(judge_gpus({"a": {"gpus": [gpu(), gpu(**values)]}}, NEEDS)) == told
+    assert summaries(judge_gpus({"a": {"gpus": [gpu(), gpu(**values)]}}, NEEDS)) == told
 
 
 def test_lines_of_nvidia_smi_become_gpus():
-    [found] = parse("NVIDIA H200, GPU-1, 570.86.15, 143771, 4, [N/A], 0\n")
-    assert found == {
+    [parsed_gpu] = parse("NVIDIA H200, GPU-1, 570.86.15, 143771, 4, [N/A], 0\n")
+    assert parsed_gpu == {
         "name": "NVIDIA H200",
         "uuid": "GPU-1",
         "driver": "570.86.15",
@@ -141,7 +141,7 @@ def test_a_package_that_misses_its_pin_is_named():
         "c": roles(python(), python(sglang=None)),
         "d": roles(python(), good),
     }
-    assert found(judge_pythons(evidence, PINS))[:2] == [
+    assert summaries(judge_pythons(evidence, PINS))[:2] == [
         ("b", "engine's sglang", "0.5.22"),
         ("c", "engine's sglang", "not installed"),
     ]
@@ -151,13 +151,13 @@ def test_an_nccl_that_differs_on_one_node_names_the_node():
     good = python(sglang="0.5.23")
     odd = python(nccl="2.30.7", sglang="0.5.23")
     evidence = {"a": roles(good, good), "b": roles(good, odd), "c": roles(good, good)}
-    assert found(judge_pythons(evidence, PINS)) == 2 * [("b", "engine's NCCL", "2.30.7")]
+    assert summaries(judge_pythons(evidence, PINS)) == 2 * [("b", "engine's NCCL", "2.30.7")]
 
 
 def test_an_nccl_that_differs_everywhere_is_no_nodes_fault():
     good, other = python(sglang="0.5.23"), python(nccl="2.30.7", sglang="0.5.23")
-    found = list(judge_pythons({"a": roles(good, other), "b": roles(good, other)}, PINS))
-    assert {finding.host for finding in found} == {EVERYWHERE}
+    findings = list(judge_pythons({"a": roles(good, other), "b": roles(good, other)}, PINS))
+    assert {finding.host for finding in findings} == {EVERYWHERE}
 
 
 def test_nodes_with_and_without_apexs_kernel_are_not_mixed():
@@ -166,14 +166,16 @@ def test_nodes_with_and_without_apexs_kernel_are_not_mixed():
         h: {"trainer": python() | {"fused_weight_gradients": k}} for h, k in kernels.items()
     }
     needs = replace(NEEDS, requirements={"trainer": ()})
-    assert found(judge_pythons(evidence, needs)) == [
+    assert summaries(judge_pythons(evidence, needs)) == [
         ("c", "kernels for weight gradients", "not built")
     ]
 
 
 def test_triton_needs_a_compiler_and_pythons_headers():
-    bare = python() | {"missing_for_triton": ["gcc, clang or CC", "/usr/include/Python.h"]}
-    evidence = {"a": {"trainer": python()}, "b": {"trainer": bare}}
+    without_compiler = python() | {
+        "missing_for_triton": ["gcc, clang or CC", "/usr/include/Python.h"]
+    }
+    evidence = {"a": {"trainer": python()}, "b": {"trainer": without_compiler}}
     needs = replace(NEEDS, requirements={"trainer": ()})
     [finding] = judge_pythons(evidence, needs)
     assert finding.host == "b"
@@ -183,13 +185,13 @@ def test_triton_needs_a_compiler_and_pythons_headers():
 
 def test_another_cudnn_than_torchs_is_named_where_there_are_gpus():
     def with_cudnn(version, wheel):
-        found = {"library": "/opt/cudnn/lib/libcudnn.so.9", "version": version, "wheel": wheel}
-        return {"trainer": python() | {"cudnn": found}}
+        cudnn = {"library": "/opt/cudnn/lib/libcudnn.so.9", "version": version, "wheel": wheel}
+        return {"trainer": python() | {"cudnn": cudnn}}
 
     evidence = {
         "a": with_cudnn("9.24.0", "9.24.0"),
         "b": with_cudnn("9.10.2", "9.24.0"),
-        "c": with_cudnn("9.10.2", None),  # torch itself takes the system's
+        "c": with_cudnn("9.10.2", None),  # torch itself uses the system's cuDNN
         "d": with_cudnn(None, None),
     }
     needs = replace(NEEDS, requirements={"trainer": ()})
@@ -232,16 +234,16 @@ def test_exclusive_creation_has_one_winner(winners, got):
     assert (finding.host, finding.actual, finding.expected) == (EVERYWHERE, got, "one node")
 
 
-def reached(host, others):
+def connections(host, others):
     return {"interfaces": {"eth0": f"10.0.0.{host}"}, "reached": {o: ["eth0"] for o in others}}
 
 
 def test_the_node_behind_all_broken_connections_is_named_alone():
     evidence = {
-        "a": reached("a", "bd"),
-        "b": reached("b", "ad"),
-        "c": reached("c", ""),
-        "d": reached("d", "abc"),  # it reaches c, which does not reach it
+        "a": connections("a", "bd"),
+        "b": connections("b", "ad"),
+        "c": connections("c", ""),
+        "d": connections("d", "abc"),  # it reaches c, which does not reach it
     }
     [finding] = judge_network(evidence, NEEDS)
     assert (finding.host, finding.subject) == ("c", "network")
@@ -249,7 +251,7 @@ def test_the_node_behind_all_broken_connections_is_named_alone():
 
 
 def test_of_two_nodes_that_miss_each_other_the_later_is_named():
-    evidence = {"a": reached("a", ""), "b": reached("b", "")}
+    evidence = {"a": connections("a", ""), "b": connections("b", "")}
     assert [finding.host for finding in judge_network(evidence, NEEDS)] == ["b"]
 
 
@@ -284,7 +286,7 @@ def test_a_node_with_less_than_half_of_the_median_bandwidth_is_named():
 def test_missing_evidence_and_errors_are_findings_of_their_node():
     evidence = {"a": {"gpus": {"error": "nvidia-smi does not answer within 30 s"}}}
     findings = judge(evidence, NEEDS, ["a", "b"])
-    assert found(findings) == [
+    assert summaries(findings) == [
         ("a", "gpus", evidence["a"]["gpus"]["error"]),
         ("b", "evidence", "none"),
     ]

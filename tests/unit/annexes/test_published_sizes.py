@@ -1,6 +1,6 @@
-"""Larger models of families that have one folder in ``examples/model_configs``: the parameters of their cards.
+"""Larger models of families that have one folder in ``examples/model_configs``: the parameters of their model cards.
 
-Their values are those of public training scripts; a change to the folder's file gives the larger model's.
+The folder's config.json, with the changes below, describes a larger model. The values are from public training scripts.
 """
 
 from __future__ import annotations

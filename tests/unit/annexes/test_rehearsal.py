@@ -1,4 +1,4 @@
-"""A recipe's rehearsal: the derived configuration, the tiny model's sizes, and faults that are named by their key."""
+"""A recipe's rehearsal: the derived configuration, the tiny model's sizes, and the keys that errors name."""
 
 import dataclasses
 import json
@@ -63,15 +63,16 @@ def shape_of(values):
 def inputs_of(folder: Path, config, **values) -> RehearsalInputs:
     """Return inputs whose files exist; no weights are made."""
     model, data = folder / "model", folder / "data.jsonl"
+    known = tiny_model.read_model(config.model.hf_checkpoint, is_moe=True)
     sizes = tiny_model.tiny_sizes(
         values.pop("parallel", config.parallel).sizes,
-        (known := tiny_model.read_model(config.model.hf_checkpoint, is_moe=True)).shape,
+        known.shape,
         shrinking.longest_sequence(config.environment, 40),
     )
     model.mkdir()
     (model / "tokenizer.json").touch()
     values_of_model = tiny_model.tiny_config(known, sizes, own_tokenizer=False)
-    # As ``write_model`` does.
+    # ``write_model`` sets the dtype in the same way.
     values_of_model["dtype"] = config.model.dtype
     (model / "config.json").write_text(json.dumps(values_of_model))
     data.touch()
@@ -84,8 +85,8 @@ def test_the_rehearsal_of_every_recipe_passes_the_checks(name, tmp_path):
     config = load_config(RECIPES / f"{name}.yaml")
     derived = shrinking.shrink(config, config.parallel, inputs_of(tmp_path, config))
     check_config(derived, name, weights=False)
-    kept = ("name", "settings", "options", "truncated_responses", "advantage", "reference_kl")
-    for key in kept:
+    kept_keys = ("name", "settings", "options", "truncated_responses", "advantage", "reference_kl")
+    for key in kept_keys:
         assert getattr(derived.algorithm, key) == getattr(config.algorithm, key)
     stages = small_stages(config.parallel)
     assert derived.parallel.sizes == dataclasses.replace(config.parallel.sizes, **stages)
@@ -193,7 +194,7 @@ def test_the_tiny_model_has_no_key_that_its_family_does_not_read(folder, tmp_pat
     [("qwen3-1.7b-base", False), ("olmoe-1b-7b-0924-instruct", True)],
 )
 def test_responses_of_the_tiny_model_end_by_themselves(folder, own_tokenizer, tmp_path):
-    """A rehearsal's responses have at most 16 tokens; one that is cut off may earn nothing."""
+    """A rehearsal's responses have at most 16 tokens, and a response that is cut off may have no reward."""
     known = tiny_model.read_model(folder, is_moe=False)
     tiny = tiny_model.tiny_sizes(LayoutSizes(4, 2, context=2), known.shape, 100)
     values = tiny_model.tiny_config(known, tiny, own_tokenizer=own_tokenizer)
@@ -272,9 +273,11 @@ def test_options_for_gpus_are_left_out_and_told(tmp_path):
     derived = shrinking.shrink(config, config.parallel, inputs)
     assert derived.sglang == {"schedule_policy": "lpm"}
     assert derived.megatron == {}
-    told = {part.key: part.reason for part in shrinking.omissions(config, config.parallel, inputs)}
-    assert "attention_backend" in told["sglang"]
-    assert "fp8" in told["megatron"]
+    reasons = {
+        part.key: part.reason for part in shrinking.omissions(config, config.parallel, inputs)
+    }
+    assert "attention_backend" in reasons["sglang"]
+    assert "fp8" in reasons["megatron"]
 
 
 def test_responses_differ_in_the_signal():
@@ -284,10 +287,10 @@ def test_responses_differ_in_the_signal():
 
 
 def test_a_few_rows_of_the_own_data_and_toys_for_the_rest(tmp_path):
-    own = tmp_path / "own.jsonl"
+    data_file = tmp_path / "own.jsonl"
     rows = [{"question": "x" * (50 - i), "answer": f"{i}"} for i in range(40)]
-    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataConfig(train=str(own), evaluation={"gone": str(tmp_path / "gone.jsonl")})
+    data_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(train=str(data_file), evaluation={"gone": str(tmp_path / "gone.jsonl")})
     problems = make_problems(data, byte_tokenizer(), tmp_path / "out", 8)
     written = [json.loads(line) for line in Path(problems.train[0]).read_text().splitlines()]
     assert written == rows[-8:]
@@ -305,15 +308,15 @@ def test_toy_problems_are_right_and_differ():
 
 
 def test_a_row_that_is_no_problem_is_named(tmp_path):
-    own = tmp_path / "own.jsonl"
+    data_file = tmp_path / "own.jsonl"
     rows = [{"prompt": f"{i}", "answer": "1"} for i in range(600)] + [{"answer": "2"}]
-    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=r"^data\.train: .*line 601"):
-        make_problems(DataConfig(train=str(own)), byte_tokenizer(), tmp_path / "out", 8)
+        make_problems(DataConfig(train=str(data_file)), byte_tokenizer(), tmp_path / "out", 8)
 
 
 def test_a_dry_run_makes_all_that_the_run_needs(tmp_path):
-    """With a tokenizer and data of the recipe's own, and a system prompt; no weights."""
+    """The recipe has its own tokenizer and data, and a system prompt, but no weights."""
     model = tmp_path / "Qwen3-8B-Base"
     shutil.copytree(tiny_model.KNOWN_MODELS / "qwen3-8b-base", model)
     tiny_tokenizer().save_pretrained(model)
@@ -338,7 +341,7 @@ def test_a_dry_run_makes_all_that_the_run_needs(tmp_path):
     assert derived.data.system_prompt == "Be brief"
 
 
-def refused(capsys, tmp_path, *words: str) -> str:
+def error_of(capsys, tmp_path, *words: str) -> str:
     code = main([str(RECIPES / "qwen3_8b_base.yaml"), f"--directory={tmp_path / 'r'}", *words])
     assert code == 2
     return capsys.readouterr().err
@@ -358,7 +361,7 @@ def refused(capsys, tmp_path, *words: str) -> str:
     ],
 )
 def test_a_fault_is_named_by_its_key(override, key, capsys, tmp_path):
-    assert f"{key}:" in refused(capsys, tmp_path, override)
+    assert f"{key}:" in error_of(capsys, tmp_path, override)
 
 
 def test_a_damaged_model_is_named(capsys, tmp_path):
@@ -366,17 +369,17 @@ def test_a_damaged_model_is_named(capsys, tmp_path):
     shutil.copytree(tiny_model.KNOWN_MODELS / "qwen3-8b-base", model)
     values = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(values | {"num_attention_heads": 7}))
-    assert "num_attention_heads" in refused(capsys, tmp_path, f"model.hf_checkpoint={model}")
+    assert "num_attention_heads" in error_of(capsys, tmp_path, f"model.hf_checkpoint={model}")
 
 
 def test_inputs_that_are_not_here_are_refused_where_they_must_be(capsys, tmp_path):
-    assert "data.train:" in refused(capsys, tmp_path, "--strict")
-    unknown = refused(capsys, tmp_path, "--strict", "model.hf_checkpoint=checkpoints/Nobody-7B")
+    assert "data.train:" in error_of(capsys, tmp_path, "--strict")
+    unknown = error_of(capsys, tmp_path, "--strict", "model.hf_checkpoint=checkpoints/Nobody-7B")
     assert "model.hf_checkpoint:" in unknown
 
 
 def test_a_cluster_that_is_too_small_is_named(capsys, tmp_path):
-    assert "devices" in refused(capsys, tmp_path, "--nodes=1")
+    assert "devices" in error_of(capsys, tmp_path, "--nodes=1")
 
 
 @pytest.mark.parametrize(
@@ -420,8 +423,8 @@ def test_the_table_of_recipes_names_results_and_what_was_not_run(tmp_path):
     assert row[:7] == [
         *("`qwen3_8b_base`", "DP8", "8", "failed: gradient norm", "60", "99", "0.00015"),
     ]
-    unrun = {row[1] for row in rows if row[0] == "`qwen3_30b_a3b_base_r3`"}
-    assert "PP2 VPP2 EP8 DP8, algorithm dppo-topk-tv, R3" in unrun
+    labels_not_run = {row[1] for row in rows if row[0] == "`qwen3_30b_a3b_base_r3`"}
+    assert "PP2 VPP2 EP8 DP8, algorithm dppo-topk-tv, R3" in labels_not_run
 
 
 def test_a_rehearsal_without_a_result_keeps_its_row_of_the_page(tmp_path):
@@ -442,6 +445,6 @@ def test_tokens_older_than_the_recipe_allows_fail_a_rehearsal(seen, holds):
         "mean_abs_prob_gap": 0.0, "hf_export_max_logprob_diff": 0.0,
     }  # fmt: skip
     record = {names.OPTIMIZER_STEPS: 2, names.GRAD_NORM: 1.0, names.STALENESS_MAX: seen}
-    found = findings(config, summary, [record], was_resumed=True)
-    missed = {row.label for row in found if row.holds is False}
+    result_rows = findings(config, summary, [record], was_resumed=True)
+    missed = {row.label for row in result_rows if row.holds is False}
     assert missed == (set() if holds else {"staleness of a token"})

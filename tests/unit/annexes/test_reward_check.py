@@ -1,4 +1,4 @@
-"""``megatron-dppo data check-rewards`` on problems made up here, written the way official solutions are."""
+"""``megatron-dppo data check-rewards`` on invented problems, written in the style of official solutions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_solution_that_disagrees_is_shown(tmp_path, capsys):
 def test_a_check_without_a_score_is_neither_right_nor_wrong(
     tmp_path, capsys, reward, solution, cause
 ):
-    """Without a score a solution has 0, which would be right against a wrong answer."""
+    """A solution without a score has 0, which would count as right against a wrong answer."""
     words = ["check-rewards", write(tmp_path / "x.jsonl", [("7", "7"), (solution, "8")])]
     words += ["--reward", f"tests.unit.planted_rewards:{reward}", "--workers", "1"]
     assert main([*words, "--timeout", "1"]) == 1
@@ -99,14 +99,14 @@ def test_modules_are_found_in_the_folder_that_one_is_in(tmp_path):
         "--workers",
         "1",
     ]
-    # As the installed script does; python -c alone would find them by itself.
+    # Like the installed script, leave the folder out of ``sys.path``, where python -c puts it.
     code = (
         "import sys; sys.path.remove(''); from megatron_dppo.__main__ import main; sys.exit(main())"
     )
-    done = run_patiently(
+    result = run_patiently(
         [sys.executable, "-c", code, *words],
         120,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr

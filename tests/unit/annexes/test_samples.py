@@ -1,4 +1,4 @@
-"""The responses that a run keeps as text: which, with what reason, and the command that shows them."""
+"""The responses that a run keeps as text: their choice, the reason of their reward, and the command that shows them."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ def test_each_kind_of_response_is_among_the_chosen() -> None:
         assert len(set(positions)) == KEPT
         assert {123, 321} <= set(positions)
     assert len({tuple(sample_positions(rows, step)) for step in range(20)}) == 20
-    assert sample_positions(rows, 7) == sample_positions(
-        [Outline.of(t) for t in rows], 7
-    )  # as other ranks choose
+    # Other ranks have only the outlines, and choose the same responses.
+    assert sample_positions(rows, 7) == sample_positions([Outline.of(t) for t in rows], 7)
 
 
 def test_a_step_in_which_all_earn_nothing_has_its_samples() -> None:
@@ -56,7 +55,7 @@ def test_a_step_in_which_all_earn_nothing_has_its_samples() -> None:
     assert sample_positions([], 1) == []
 
 
-def maker(*, zeroes_truncated: bool = True) -> SampleMaker:
+def make_sample_maker(*, zeroes_truncated: bool = True) -> SampleMaker:
     data: Any = SimpleNamespace(
         train=SimpleNamespace(problems=[Problem(i, "p", str(i), (1, 2)) for i in range(9)]),
         text_of=lambda ids: " ".join(map(str, ids)),
@@ -74,7 +73,7 @@ def test_a_sample_says_what_the_response_earned_and_why() -> None:
         trajectory(1, text="2=3"),
         trajectory(2, cut=True, text="2=2"),
     ]
-    samples = maker()
+    samples = make_sample_maker()
     samples.take(3, batch_of(rows))
     by_problem = {s.problem: s for s in samples.of_step(3, {}, {1: 2})}
     assert by_problem[0] == Sample(
@@ -84,15 +83,15 @@ def test_a_sample_says_what_the_response_earned_and_why() -> None:
     assert by_problem[1].reason == "'3', expected '1'"
     assert (by_problem[1].masked, by_problem[2].masked) == (2, 0)
     assert "algorithm.truncated_responses" in by_problem[2].reason
-    verified = maker(zeroes_truncated=False)
-    verified.take(3, batch_of(rows))
-    assert "ended without a score" in verified.of_step(3, {}, {})[2].reason
+    without_zeroing = make_sample_maker(zeroes_truncated=False)
+    without_zeroing.take(3, batch_of(rows))
+    assert "ended without a score" in without_zeroing.of_step(3, {}, {})[2].reason
 
 
 def test_a_sample_of_an_episode_says_which_limit_ended_it() -> None:
     row = replace(trajectory(2, cut=True, text="2=2"), ended_by="turn 1 was cut off (some.key)")
     for zeroes in (True, False):
-        samples = maker(zeroes_truncated=zeroes)
+        samples = make_sample_maker(zeroes_truncated=zeroes)
         samples.take(3, batch_of([row]))
         (sample,) = samples.of_step(3, {}, {})
         assert "some.key" in sample.reason
@@ -102,27 +101,27 @@ def test_a_sample_of_an_episode_says_which_limit_ended_it() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        # Turns earned 0.1 + 0.2, and the reward's score is what is more.
+        # The reward's own score is the reward without the turns' 0.1 + 0.2.
         ({"reward": 0.1 + 0.2, "turn_rewards": (0.1, 0.2)}, "'7', expected '5'; by turn: 0.1, 0.2"),
         ({"reward": 1.3, "turn_rewards": (0.3,)}, "'7' is right"),
         ({"reward": 1.0, "turn_rewards": (1.0,), "wants_score": False}, "by the environment"),
         ({"reward": 0.5, "components": {"exact_integer": 0.0}}, "'7', expected '5'"),
-        # From a file.
+        # A response from a file has only the sum of all rewards.
         ({"reward": 0.5}, "by exact_integer"),
     ],
 )
 def test_a_reason_is_of_the_first_rewards_own_score(fields: dict[str, Any], reason: str) -> None:
     t = Trajectory.of_response([1, 2], [3, 4], text="=7", **fields)
     samples = SampleMaker(
-        "exact_integer", maker()._data, zeroes_truncated=True, is_only_reward=False
+        "exact_integer", make_sample_maker()._data, zeroes_truncated=True, is_only_reward=False
     )
-    (found,) = samples.of_evaluation(1, "set", [Problem(0, "p", "5", (1, 2))], [t])
-    assert found.reason == reason
+    (kept_sample,) = samples.of_evaluation(1, "set", [Problem(0, "p", "5", (1, 2))], [t])
+    assert kept_sample.reason == reason
 
 
 def test_the_most_masked_response_is_kept_beside_the_chosen() -> None:
     rows = [trajectory(p % 9) for p in range(40)]
-    samples = maker()
+    samples = make_sample_maker()
     samples.take(1, batch_of(rows))
     left_out = sorted(set(range(40)) - set(sample_positions(rows, 1)))
     counts = {left_out[0]: 1, left_out[5]: 3, left_out[6]: 2}

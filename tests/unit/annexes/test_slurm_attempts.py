@@ -1,4 +1,4 @@
-"""Attempts of a run on Slurm and what follows from their ends, by hand."""
+"""Attempts of a run on Slurm, and the decisions that follow from their ends."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def test_an_attempt_without_an_end_vanished_when_the_next_begins(tmp_path: Path)
 
 def test_starts_in_a_row_without_a_new_checkpoint():
     failed = replace(FIRST, why="failed")
-    better = replace(failed, first_saved=1, saved=2)
-    asked = replace(failed, why="asked")
+    progressed = replace(failed, first_saved=1, saved=2)
+    stopped = replace(failed, why="asked")
     assert count_fruitless_starts([]) == 0
-    assert count_fruitless_starts([failed, better]) == 0
-    assert count_fruitless_starts([better, failed, failed]) == 2
-    assert count_fruitless_starts([failed, asked, failed]) == 1
+    assert count_fruitless_starts([failed, progressed]) == 0
+    assert count_fruitless_starts([progressed, failed, failed]) == 2
+    assert count_fruitless_starts([failed, stopped, failed]) == 1
 
 
 FAILED = Outcome(1, "failed", "rank 3 exited with code 42")
 
 
 @pytest.mark.parametrize(
-    ("outcome", "fruits", "expected"),
+    ("outcome", "starts", "expected"),
     [
         (FAILED, 1, ("failed", 1, True)),
         (FAILED, 2, ("failed", 1, True)),
@@ -66,34 +66,36 @@ FAILED = Outcome(1, "failed", "rank 3 exited with code 42")
         (Outcome(2, "refused", "parallel.world_size"), 0, ("refused", 2, False)),
     ],
 )
-def test_what_follows_from_an_end(outcome, fruits, expected):
-    found = decide(
-        outcome, finished=False, cancelled=False, fruitless_starts=fruits, max_failures=3
+def test_what_follows_from_an_end(outcome, starts, expected):
+    decision = decide(
+        outcome, finished=False, cancelled=False, fruitless_starts=starts, max_failures=3
     )
-    assert (found.why, found.code, found.requeue) == expected
+    assert (decision.why, decision.code, decision.requeue) == expected
 
 
 @pytest.mark.parametrize("outcome", [FAILED, Outcome(0, "ended"), Outcome(0, "stopped", "time")])
 def test_a_cancelled_job_never_starts_again_whatever_its_steps_did_first(outcome):
-    found = decide(outcome, finished=False, cancelled=True, fruitless_starts=1, max_failures=3)
-    assert (found.why, found.code, found.requeue) == ("cancelled", 143, False)
+    decision = decide(outcome, finished=False, cancelled=True, fruitless_starts=1, max_failures=3)
+    assert (decision.why, decision.code, decision.requeue) == ("cancelled", 143, False)
 
 
 def test_a_run_with_nothing_left_to_do_is_done_however_it_ended():
     for outcome in (Outcome(0, "ended"), Outcome(0, "stopped", "time"), FAILED):
-        found = decide(outcome, finished=True, cancelled=False, fruitless_starts=9, max_failures=3)
-        assert (found.why, found.code, found.requeue) == ("done", 0, False)
+        decision = decide(
+            outcome, finished=True, cancelled=False, fruitless_starts=9, max_failures=3
+        )
+        assert (decision.why, decision.code, decision.requeue) == ("done", 0, False)
 
 
 def test_the_reason_of_giving_up_is_told():
-    found = decide(FAILED, finished=False, cancelled=False, fruitless_starts=3, max_failures=3)
-    assert found.detail == (
+    decision = decide(FAILED, finished=False, cancelled=False, fruitless_starts=3, max_failures=3)
+    assert decision.detail == (
         "rank 3 exited with code 42\ngave up after 3 starts without a new checkpoint (max_failures)"
     )
-    lost = decide(
+    lost_node = decide(
         Outcome(0, "ended"), finished=False, cancelled=False, fruitless_starts=1, max_failures=3
     )
-    assert "a node" in lost.detail
+    assert "a node" in lost_node.detail
 
 
 def test_scontrols_fields():
@@ -113,10 +115,10 @@ def test_the_deadlines_of_a_time_limit():
 
 
 def test_servers_of_a_dead_host_move_together_to_a_spare():
-    found = place(Roles(2, 2), hosts(4, 2))
-    (host,) = {server.host for server in found.servers}
+    placement = place(Roles(2, 2), hosts(4, 2))
+    (host,) = {server.host for server in placement.servers}
     dead: dict[str, str] = {}
-    spares = Spares(found.unused, lambda names: {n: dead[n] for n in names if n in dead})
+    spares = Spares(placement.unused, lambda names: {n: dead[n] for n in names if n in dead})
     assert spares.host_now(host) == host
     dead["n2"] = "DOWN*"
     assert [spares.host_now(host).name for _ in range(2)] == ["n3", "n3"]

@@ -1,4 +1,4 @@
-"""The exact srun command lines of ranks and servers, without a container and in each kind of one."""
+"""The exact srun command lines of ranks and servers, without a container and in each kind of container."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def container(kind: str) -> ContainerConfig:
 
 
 def around(kind: str, image: str) -> str:
-    """What stands between srun's own words and the program."""
+    """Return the words between srun's own options and the program."""
     return {"none": "", "pyxis": PYXIS, "apptainer": APPTAINER}[kind].format(image=image)
 
 
@@ -50,22 +50,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     return RunDirectory(tmp_path)
 
 
-def words(path: Path, last: str) -> list[str]:
-    """What srun was given, when all of it is there."""
+def read_words(path: Path, last: str) -> list[str]:
+    """Wait for the ``last`` word that the fake srun writes to ``path``, and return all its words."""
     assert happens(lambda: path.read_text().splitlines()[-1:] == [last]), path.read_text()
     return [line for line in path.read_text().splitlines() if not line.startswith("---")]
 
 
 @pytest.mark.parametrize("kind", ["none", "pyxis", "apptainer"])
 def test_the_step_of_the_ranks(run: RunDirectory, kind: str) -> None:
-    inside = container(kind)
-    python = "/env/bin/python" if kind == "none" else inside.interpreter
-    form = inside.form("/here", server=False, flags=["--gres=none"])
+    container_config = container(kind)
+    python = "/env/bin/python" if kind == "none" else container_config.interpreter
+    form = container_config.form("/here", server=False, flags=["--gres=none"])
     command = rank_command("megatron_dppo.train", run, python)
     SrunRanks(command, run, place(Roles(16), Allocation(HOSTS, 21000)), form, {}).start()
     program = f"{python} -m megatron_dppo.train {run.config}"
     assert (
-        words(run.step_messages, str(run.config))
+        read_words(run.step_messages, str(run.config))
         == (
             f"{COMMON} --job-name=trainer --nodes=2 --ntasks=16 --ntasks-per-node=8 --distribution=block "
             f"--nodelist=n1,n2 --input=all --output={run.path}/logs/rank%t.out --open-mode=append "
@@ -90,15 +90,15 @@ def test_the_step_of_a_server_with_a_python_of_its_own(run: RunDirectory, kind: 
     )
     server.start()
     program = f"/engine/bin/python -m megatron_dppo.engine.launch_server --config {run.path}/logs/engine0-1.yaml"
-    found = words(log, f"{run.path}/logs/engine0-1.yaml")
+    srun_words = read_words(log, f"{run.path}/logs/engine0-1.yaml")
     assert (
-        found
+        srun_words
         == (
             f"{COMMON} --job-name=server --nodes=1 --ntasks=1 --ntasks-per-node=1 --distribution=block "
             f"--nodelist=n2 --input=all --output={log} --open-mode=append {around(kind, 'serve.sqsh')} {program}"
         ).split()
     )
-    assert "secret" not in " ".join(found)
+    assert "secret" not in " ".join(srun_words)
     server.stop()
 
 
@@ -106,14 +106,14 @@ def test_a_prologue_runs_before_the_command_and_hands_it_its_standard_input(tmp_
     lines = "export A='x y'\ncat\nB=1"
     prefix = SiteConfig(prologue=lines).form("/here", server=False).prefix
     words = [*prefix, "sh", "-c", "echo $A $1 $(cat)", "0", "a b"]
-    done = subprocess.run(words, input="keys", capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "x y a b keys\n")
+    result = subprocess.run(words, input="keys", capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "x y a b keys\n")
     failing = SiteConfig(prologue="module load nothing-of-that-name\ntrue").form("/", server=True)
-    done = subprocess.run(
+    result = subprocess.run(
         [*failing.prefix, "touch", tmp_path / "ran"], capture_output=True, text=True, check=False
     )
-    assert done.returncode
-    assert "prologue: failed: module load nothing-of-that-name" in done.stderr
+    assert result.returncode
+    assert "prologue: failed: module load nothing-of-that-name" in result.stderr
     assert not (tmp_path / "ran").exists()
 
 

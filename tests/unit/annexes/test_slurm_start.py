@@ -1,4 +1,4 @@
-"""A start inside a job that ends before anything is started."""
+"""A start inside a Slurm job that is refused before a process is started."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.unit.config_files import minimal
 
 
 @pytest.mark.parametrize(
-    ("gpus", "told"),
+    ("gpus", "message"),
     [
         (2, "PYTORCH_CUDA_ALLOC_CONF: got 'expandable_segments:True' with weight_sync.strategy"),
-        (0, "parallel.world_size: got 3 ranks on hosts of 2 devices"),  # what comes next
+        (0, "parallel.world_size: got 3 ranks on hosts of 2 devices"),  # the next check's error
     ],
 )
 def test_a_job_whose_environment_has_expandable_segments_is_refused(
-    tmp_path, monkeypatch, caplog, gpus, told
+    tmp_path, monkeypatch, caplog, gpus, message
 ):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     tree = minimal(tmp_path) | {
@@ -36,7 +36,7 @@ def test_a_job_whose_environment_has_expandable_segments_is_refused(
         )
         decision = start.run()
     assert (decision.why, decision.code, decision.requeue) == ("refused", 2, False)
-    assert decision.detail.startswith(told)
-    assert f"refused: {told}" in caplog.text
+    assert decision.detail.startswith(message)
+    assert f"refused: {message}" in caplog.text
     [attempt] = (tmp_path / "run" / "attempts").glob("7-0.json")
     assert json.loads(attempt.read_text())["detail"] == decision.detail

@@ -1,4 +1,4 @@
-"""What ``status`` and ``logs`` tell, from files written by hand."""
+"""The output of ``status`` and ``logs`` for a folder of files that are written here."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def test_the_state_in_a_line(job, attempts, expected):
     assert describe_job(job, attempts) == expected
 
 
-def say_of_jobs(folder: Path, error: str) -> None:
-    """Have ``squeue`` fail with this."""
+def make_squeue_fail(folder: Path, error: str) -> None:
+    """Write a ``squeue`` that fails with ``error``."""
     (folder / "squeue").write_text(f"#!/bin/sh\necho '{error}' >&2\nexit 1\n")
     (folder / "squeue").chmod(0o755)
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch) -> Path:
-    """The folder of a run whose job Slurm does not know any more."""
+    """The folder of a run whose job has ended: Slurm does not know it."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    say_of_jobs(tmp_path, "slurm_load_jobs error: Invalid job id specified")
+    make_squeue_fail(tmp_path, "slurm_load_jobs error: Invalid job id specified")
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "supervisor.log").write_text(
@@ -89,18 +89,18 @@ def run(tmp_path: Path, monkeypatch) -> Path:
 
 
 def test_the_whole_status(run: Path):
-    told = list(status_lines(run))
-    assert told[0] == f"run: {run}"
-    assert told[1] == "state: ended: failed; submit it again to resume"
-    assert told[2].startswith("step: 5, reward 0.375")
-    assert told[2].endswith("tokens/s 1,234")
-    assert told[3] == "last checkpoint: step 4"
-    assert told[4] == "starts:"
-    assert told[5].startswith("  7-0  ")
-    assert told[5].endswith(
+    lines = list(status_lines(run))
+    assert lines[0] == f"run: {run}"
+    assert lines[1] == "state: ended: failed; submit it again to resume"
+    assert lines[2].startswith("step: 5, reward 0.375")
+    assert lines[2].endswith("tokens/s 1,234")
+    assert lines[3] == "last checkpoint: step 4"
+    assert lines[4] == "starts:"
+    assert lines[5].startswith("  7-0  ")
+    assert lines[5].endswith(
         "n1  failed after 60 s, checkpoint 0 -> 4, left out n2 (DOWN), rank 3 exited with code 42"
     )
-    assert told[6:] == [
+    assert lines[6:] == [
         "log lines that matter:",
         "  2026-01-01 10:00:01.000 [rank0] WARNING m: odd",
         "  2026-01-01 10:00:02.000 [supervisor] ERROR m: rank 3 exited",
@@ -108,7 +108,7 @@ def test_the_whole_status(run: Path):
 
 
 def test_a_run_whose_job_can_not_be_asked_for_is_not_called_ended(run: Path):
-    say_of_jobs(run, "Unable to contact slurm controller (connect failure)")
+    make_squeue_fail(run, "Unable to contact slurm controller (connect failure)")
     text = "\n".join(status_lines(run))
     assert "job 7: " in text
     assert "squeue" in text
@@ -126,7 +126,7 @@ def test_logs_by_time_and_by_name(run: Path):
         "    Traceback",
     ]
     assert log_lines(run, "engine0", 1) == [f"# {run}/logs/engine0-1.log", "b"]
-    for number in (1, 12):  # the newest is another rank's
+    for number in (1, 12):  # the newest log is another rank's
         (run / "logs" / f"rank{number}.log").write_text(f"of rank {number}\n")
     assert log_lines(run, "rank1", 1) == [f"# {run}/logs/rank1.log", "of rank 1"]
     with pytest.raises(LaunchError, match=r"'rank7'; .*engine0-1.log, "):
@@ -152,7 +152,7 @@ def test_a_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path):
 
 @pytest.fixture
 def local(run: Path):
-    """The folder of a run that a process of this machine holds, without Slurm: ``sleep`` in a shell."""
+    """The folder of a run without Slurm, and the process of this machine that holds its lease."""
     for path in (run / "attempts").iterdir():
         path.unlink()
     process = subprocess.Popen(
@@ -180,15 +180,15 @@ with Lease(sys.argv[1]):
 def test_a_run_without_slurm_has_a_status_and_can_be_stopped(local, capsys):
     run, process = local
     assert console_main(["status", str(run)]) == 0
-    shown = capsys.readouterr().out
-    assert f"state: runs as process {process.pid} on {socket.gethostname()}, since " in shown
-    assert "step: 5, reward 0.375" in shown
-    assert "rank 3 exited" in shown
+    output = capsys.readouterr().out
+    assert f"state: runs as process {process.pid} on {socket.gethostname()}, since " in output
+    assert "step: 5, reward 0.375" in output
+    assert "rank 3 exited" in output
     assert console_main(["logs", str(run), "engine0"]) == 0
     assert capsys.readouterr().out == f"# {run}/logs/engine0-1.log\na\nb\n"
     assert console_main(["stop", str(run)]) == 0
     assert process.wait(60) == 0
-    # Until it has ended: so at once. The commands of Slurm are the same ones.
+    # ``watch`` returns when the run has ended, so at once here. Slurm's commands are the same.
     assert main(["watch", str(run), "--every=0.1"]) == 0
     assert "state: ended; the same command resumes" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -198,14 +198,14 @@ def test_a_run_without_slurm_has_a_status_and_can_be_stopped(local, capsys):
 
 def test_a_killed_run_without_slurm_vanished_and_one_elsewhere_can_not_be_asked(local):
     run, process = local
-    told = json.loads((run / "lease.json").read_text())
-    (run / "lease.json").write_text(json.dumps({**told, "host": "elsewhere"}))
+    lease = json.loads((run / "lease.json").read_text())
+    (run / "lease.json").write_text(json.dumps({**lease, "host": "elsewhere"}))
     text = "\n".join(status_lines(run))
     assert f"state: started as process {process.pid} on elsewhere, " in text
     assert "which can't be asked from here" in text
     with pytest.raises(LaunchError, match="elsewhere"):
         stop(run)
-    (run / "lease.json").write_text(json.dumps(told))
+    (run / "lease.json").write_text(json.dumps(lease))
     process.kill()
     process.wait()
     assert "state: ended: vanished; the same command resumes" in list(status_lines(run))

@@ -1,4 +1,4 @@
-"""Slurm steps: their command lines, their ranks, what srun says of their ends."""
+"""Slurm steps: their command lines, their ranks, and srun's messages about their ends."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def taken_over() -> None:
     raise FencedError("another start of this run took over")
 
 
-NOTES_TERM = """
+EXITS_7_ON_SIGTERM = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), sys.exit(7)))
 print(sys.stdin.read(), flush=True)
@@ -196,9 +196,9 @@ time.sleep(60)
 def test_an_srun_of_a_start_that_was_succeeded_says_nothing_to_slurm(
     tmp_path, monkeypatch, fence, code
 ):
-    """Its step's number may be one of the next attempt's."""
+    """Slurm may have given the step's number to a step of the next attempt, which srun would then end."""
     srun = tmp_path / "srun"
-    srun.write_text(f"#!{sys.executable}\n{NOTES_TERM}")
+    srun.write_text(f"#!{sys.executable}\n{EXITS_7_ON_SIGTERM}")
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     form, log = StepForm(fence=fence), tmp_path / "log"
@@ -216,13 +216,13 @@ def test_an_srun_of_a_start_that_was_succeeded_says_nothing_to_slurm(
         (StartedProcess, "kill", -9),
         (SrunProcess, "stop", 7),
         (SrunProcess, "kill", 7),  # srun must live to end its tasks
-        (partial(SrunProcess, fence=taken_over), "stop", -9),  # which are another attempt's by now
+        (partial(SrunProcess, fence=taken_over), "stop", -9),  # the tasks are another attempt's
         (partial(SrunProcess, fence=taken_over), "kill", -9),
     ],
 )
 def test_a_step_is_ended_through_its_srun_and_a_command_by_force(tmp_path, kind, how, code):
     log = tmp_path / "log"
-    command = [sys.executable, "-c", NOTES_TERM]
+    command = [sys.executable, "-c", EXITS_7_ON_SIGTERM]
     process = kind(start_fed(command, environment=os.environ, log=log, stdin=b"keys"))
     assert happens(lambda: log.read_text().endswith("\n"))
     process.stop(20) if how == "stop" else process.kill()

@@ -1,4 +1,4 @@
-"""What a submission comes to, and what is refused before anything queues."""
+"""The command line of a submission, and the errors that refuse a submission before it is queued."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SITE = {"gpus_per_node": 2, "start_s": 60, "checkpoint_margin_s": 60, "time": "1
 
 @pytest.fixture
 def sbatch(tmp_path: Path, monkeypatch) -> Path:
-    """An ``sbatch`` on the path that says what it was given, and answers with a job's id."""
+    """Put an ``sbatch`` on the path that prints a job's id, and return the file to which it writes its words."""
     folder = tmp_path / "bin"
     folder.mkdir()
     program = folder / "sbatch"
@@ -89,7 +89,7 @@ def test_the_whole_command_line(tmp_path, monkeypatch):
     plan = Submission.plan(config(tmp_path, engine={"servers": 3}), cluster, None)
     run = f"{tmp_path}/run"
     assert plan.nodes == 2
-    *words, script, given, its_site = plan.command(["--nice"])
+    *words, script, config_file, site_file = plan.command(["--nice"])
     assert words == [
         "sbatch", "--parsable", f"--job-name={tmp_path.name}-run", "--nodes=2", "--gpus-per-node=2",
         "--partition=gpu", "--account=rl", "--qos=high", "--reservation=r", "--time=10",
@@ -98,7 +98,7 @@ def test_the_whole_command_line(tmp_path, monkeypatch):
     ]  # fmt: skip
     assert Path(script).name == "run.sbatch"
     assert Path(script).is_file()
-    assert (given, its_site) == (f"{run}/submitted.yaml", f"--site={run}/site.yaml")
+    assert (config_file, site_file) == (f"{run}/submitted.yaml", f"--site={run}/site.yaml")
 
 
 def test_gpus_are_asked_for_by_gres_where_the_site_says_so(tmp_path):
@@ -141,9 +141,9 @@ def test_a_run_is_submitted(tmp_path, sbatch, capsys):
     words = ["submit", str(path), "run.steps=7", "--set=gpus_per_node=2", "--set=time=1:00:00"]
     (tmp_path / "site.yaml").write_text("account: rl\n")
     assert main([*words, f"--site={tmp_path}/site.yaml"]) == 0
-    shown = capsys.readouterr().out
-    assert "job 42" in shown
-    assert "node1  rank 0   0        node1\nnode1  engine0  1        node1" in shown
+    output = capsys.readouterr().out
+    assert "job 42" in output
+    assert "node1  rank 0   0        node1\nnode1  engine0  1        node1" in output
     assert "--account=rl" in sbatch.read_text().splitlines()
     run = tmp_path / "run"
     assert "steps: 7" in (run / "submitted.yaml").read_text()
@@ -165,10 +165,10 @@ def test_a_run_whose_job_waits_is_not_submitted_again(tmp_path, sbatch, capsys):
 def test_a_dry_run_shows_all_and_leaves_nothing(tmp_path, sbatch, capsys):
     path = write_config(tmp_path, minimal(tmp_path))
     assert main(["submit", "--dry-run", str(path), "run.steps=7"]) == 0
-    shown = capsys.readouterr().out
-    assert "steps: 7" in shown
-    assert "checkpoint_margin_s: 900" in shown
-    assert "sbatch --parsable" in shown
+    output = capsys.readouterr().out
+    assert "steps: 7" in output
+    assert "checkpoint_margin_s: 900" in output
+    assert "sbatch --parsable" in output
     assert not sbatch.exists()
     assert not (tmp_path / "run").exists()
 
@@ -181,24 +181,24 @@ def test_a_dry_run_shows_placement_and_command_also_where_something_is_missing(
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    shown, told = capsys.readouterr()
-    assert "node1  rank 0   0        node1" in shown
-    assert "\nsbatch --parsable" in shown
-    assert "--account=rl" in shown
-    assert f"{path} would be refused:\n  model.hf_checkpoint: got 'nowhere'" in told
+    output, error = capsys.readouterr()
+    assert "node1  rank 0   0        node1" in output
+    assert "\nsbatch --parsable" in output
+    assert "--account=rl" in output
+    assert f"{path} would be refused:\n  model.hf_checkpoint: got 'nowhere'" in error
     assert not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_plans_memory_without_weights_and_says_so_before_the_configuration(
     tmp_path, sbatch, capsys
 ):
-    """Neither the weights of a known model nor its data are here; its config.json is enough for the plan."""
+    """Neither the weights of the known model nor its data are here. Its config.json is enough for the plan."""
     recipe = RECIPES / "qwen3_30b_a3b_base_r3.yaml"
     words = ["--dry-run", str(recipe), "--set=gpu=h100", f"run.directory={tmp_path / 'run'}"]
     with pytest.raises(SystemExit):
         main(["submit", *words])
-    shown = capsys.readouterr().out
-    verdict, _, resolved = shown.partition("# submitted.yaml")
+    output = capsys.readouterr().out
+    verdict, _, resolved = output.partition("# submitted.yaml")
     assert "memory: fits on 4 x 8 H100" in verdict
     assert "\n  model.hf_checkpoint: " in verdict
     assert "hf_checkpoint" in resolved
@@ -220,14 +220,14 @@ def test_a_rehearsal_needs_no_weights_and_has_a_folder_beside_the_run(tmp_path, 
         weights.unlink()
     words = ["submit", str(path), "run.steps=7", "--set=time=60", "--rehearse", "--detach"]
     assert main(words) == 0
-    given = sbatch.read_text().splitlines()
+    words = sbatch.read_text().splitlines()
     folder = tmp_path / "run-rehearsal"
-    assert given[-3:] == [
+    assert words[-3:] == [
         f"{folder}/submitted.yaml",
         f"--site={folder}/site.yaml",
         f"--rehearse={path} run.steps=7",
     ]
-    assert "--no-requeue" in given
+    assert "--no-requeue" in words
     assert (folder / "job").read_text() == "42\n"
     assert not (folder / "rehearsal.json").exists()
     (earlier,) = tmp_path.glob("run-rehearsal-*/rehearsal.json")
@@ -236,14 +236,15 @@ def test_a_rehearsal_needs_no_weights_and_has_a_folder_beside_the_run(tmp_path, 
 
 
 def test_servers_of_a_rehearsal_take_the_places_of_the_recipes(tmp_path):
-    """Two servers of four devices are on the second node, one of eight is on a node of its own; so are small ones."""
+    """The recipe has two servers of four devices on its second node, and the small ones are there, too. A server of 16
+    devices fills nodes, and a small one on CPUs has the 8 devices of one node."""
     sections = {"parallel": {"world_size": 8}, "engine": {"servers": 2}, "sglang": {"tp_size": 4}}
     recipe = config(tmp_path, **sections)
     hosts = tuple(Host(name, name, 8) for name in ("a", "b"))
     for on_gpus in (False, True):
         placement = place(rehearsed_roles(recipe, 8, on_gpus=on_gpus), Allocation(hosts))
-        found = [(server.host.name, server.first_device) for server in placement.servers]
-        assert found == [("b", 0), ("b", 4)]
+        places = [(server.host.name, server.first_device) for server in placement.servers]
+        assert places == [("b", 0), ("b", 4)]
     spanning = config(
         tmp_path, **(sections | {"engine": {"servers": 1}, "sglang": {"tp_size": 16}})
     )
@@ -276,9 +277,8 @@ def test_the_servers_python_is_asked_of_the_sglang_table_before_anything_queues(
     assert "\n  sglang.x: bad" in capsys.readouterr().err
     asked = (tmp_path / "asked").read_text().strip()
     assert asked == '-W ignore -m megatron_dppo.engine.server_arguments {"load_format": "dumy"}'
-    python.write_text(
-        "#!/bin/sh\nexit 1\n"
-    )  # it has none of the packages: the job's own check will say
+    # This Python has none of the packages, so only the job itself can check the options.
+    python.write_text("#!/bin/sh\nexit 1\n")
     assert main(words) == 0
     assert "the job" in capsys.readouterr().out
 
@@ -442,9 +442,9 @@ PARTITION = {
     ],
 )
 def test_the_time_limits_of_a_partition(time, partition, messages):
-    found = list(time_faults(site(time=time), {**PARTITION, **partition}))
-    assert len(found) == len(messages)
-    assert all(problem.startswith(text) for problem, text in zip(found, messages, strict=True))
+    problems = list(time_faults(site(time=time), {**PARTITION, **partition}))
+    assert len(problems) == len(messages)
+    assert all(problem.startswith(text) for problem, text in zip(problems, messages, strict=True))
 
 
 def test_a_qos_may_raise_a_partitions_limit_and_no_partition_has_none():
@@ -510,8 +510,8 @@ def test_containers():
         "--x", "--container-image=b", "--container-mounts=/here:/here,/data:/data",
         "--container-workdir=/here", "--no-container-mount-home",
     )  # fmt: skip
-    tainer = pyxis.model_copy(update={"kind": "apptainer", "server_image": None})
-    assert tainer.form("/here", server=True).prefix == (
+    apptainer = pyxis.model_copy(update={"kind": "apptainer", "server_image": None})
+    assert apptainer.form("/here", server=True).prefix == (
         "apptainer", "exec", "--nv", "--pwd=/here", "--bind=/here:/here", "--bind=/data:/data", "a",
     )  # fmt: skip
 
@@ -560,8 +560,8 @@ def test_a_submission_takes_less_than_two_seconds_of_a_core(tmp_path, sbatch):
     path = write_config(tmp_path, minimal(tmp_path))
     before = os.times()
     command = [sys.executable, "-m", "megatron_dppo.cluster.slurm", "submit", str(path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
     after = os.times()
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     spent = after.children_user + after.children_system
     assert spent - before.children_user - before.children_system < 2

@@ -1,4 +1,4 @@
-"""The compiler that SGLang's server will call, looked for and tried: with scripts in its place, and the real one."""
+"""The search and the trial of the compiler that SGLang's server calls: with scripts in its place, and the real one."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ from tests.messages import mentions
 from tests.unit.annexes.test_preflight_judges import NEEDS
 
 REAL = toolkit.toolkit_home(os.environ)
-"""Of this machine."""
+"""The toolkit of this machine."""
 NVCC = """#!/bin/sh
 [ "$1" = --version ] && {{ echo "Cuda compilation tools, release {version}, V{version}.1"; exit 0; }}
 {compile}
@@ -32,25 +32,25 @@ CONFLICT = 'echo "cccl: error: CUDA compiler and CUDA toolkit headers are incomp
 
 
 @pytest.fixture(autouse=True)
-def nothing_else(monkeypatch, tmp_path):
-    """A machine without a toolkit in its usual places, and a ninja beside the servers' Python."""
+def hidden_toolkit(monkeypatch, tmp_path):
+    """Hide this machine's toolkit, and put a ninja beside the servers' Python."""
     for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(toolkit, "USUAL_HOME", tmp_path / "nowhere")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    program(tmp_path / "env" / "ninja", "#!/bin/sh\n")
+    write_program(tmp_path / "env" / "ninja", "#!/bin/sh\n")
 
 
-def program(path: Path, text: str) -> Path:
+def write_program(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
     return path
 
 
-def made_toolkit(home: Path, *, version="13.0", compile=COMPILES, lib64=True) -> Path:
-    program(home / "bin" / "nvcc", NVCC.format(version=version, compile=compile))
-    program(home / "include" / "cuda_runtime.h", "")
+def make_toolkit(home: Path, *, version="13.0", compile=COMPILES, lib64=True) -> Path:
+    write_program(home / "bin" / "nvcc", NVCC.format(version=version, compile=compile))
+    write_program(home / "include" / "cuda_runtime.h", "")
     if lib64:
         library = ["cc", "-x", "c", "-", "-shared", "-o", "libcudart.so"]
         (home / "lib64").mkdir()
@@ -63,16 +63,17 @@ def texts(found) -> list[str]:
 
 
 def findings(tmp_path, cuda="13.0") -> list[str]:
-    told = toolkit_here(str(tmp_path / "env" / "python"), cuda)
-    return texts(judge_toolkit({"a": told}, NEEDS))
+    evidence = toolkit_here(str(tmp_path / "env" / "python"), cuda)
+    return texts(judge_toolkit({"a": evidence}, NEEDS))
 
 
 def test_the_toolkit_is_found_by_its_variable_by_path_or_where_it_usually_is(tmp_path, monkeypatch):
     assert toolkit.toolkit_home(os.environ) is None
-    usual, other = (made_toolkit(tmp_path / name, lib64=False) for name in ("usual", "other"))
+    usual, other = (make_toolkit(tmp_path / name, lib64=False) for name in ("usual", "other"))
     monkeypatch.setattr(toolkit, "USUAL_HOME", usual)
     assert toolkit.toolkit_home(os.environ) == usual
-    wrapper = program(tmp_path / "scripts" / "bin" / "nvcc", "#!/bin/sh\n")  # no headers beside it
+    # This nvcc has no headers beside it.
+    wrapper = write_program(tmp_path / "scripts" / "bin" / "nvcc", "#!/bin/sh\n")
     monkeypatch.setenv("PATH", f"{wrapper.parent}:/usr/bin:/bin")
     assert toolkit.toolkit_home(os.environ) == usual
     monkeypatch.setenv("PATH", f"{other}/bin:/usr/bin:/bin")
@@ -82,7 +83,7 @@ def test_the_toolkit_is_found_by_its_variable_by_path_or_where_it_usually_is(tmp
 
 
 def test_a_process_hands_its_tools_to_the_libraries(tmp_path):
-    environment = {"PATH": f"{made_toolkit(tmp_path / 'cuda')}/bin:/bin"}
+    environment = {"PATH": f"{make_toolkit(tmp_path / 'cuda')}/bin:/bin"}
     assert toolkit.offer_tools(environment) == [f"CUDA_HOME={tmp_path / 'cuda'}"]
     assert environment["CUDA_HOME"] == str(tmp_path / "cuda")
     assert environment["PATH"] == f"{Path(sys.executable).parent}:{tmp_path / 'cuda'}/bin:/bin"
@@ -90,7 +91,7 @@ def test_a_process_hands_its_tools_to_the_libraries(tmp_path):
 
 
 def test_a_toolkit_that_compiles_is_nobodys_fault(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_HOME", str(made_toolkit(tmp_path / "cuda")))
+    monkeypatch.setenv("CUDA_HOME", str(make_toolkit(tmp_path / "cuda")))
     assert findings(tmp_path) == []
 
 
@@ -107,7 +108,7 @@ def test_a_toolkit_that_compiles_is_nobodys_fault(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_a_toolkit_that_cant_serve_is_named(tmp_path, monkeypatch, changes, told):
-    home = made_toolkit(tmp_path / "cuda", **changes)
+    home = make_toolkit(tmp_path / "cuda", **changes)
     monkeypatch.setenv("CUDA_HOME", str(home))
     (finding,) = findings(tmp_path)
     assert finding.startswith(told.format(home=home))
@@ -154,15 +155,15 @@ def test_an_interpreter_tells_what_its_torch_was_built_for(tmp_path, monkeypatch
 
 def test_runs_without_gpus_or_servers_ask_for_no_toolkit(tmp_path):
     for needs in (replace(NEEDS, gpus=0, pythons={"engine": "python"}), NEEDS):
-        told = collect_toolkit(Site(needs, None, {}))
-        assert told == {"skipped": "no server of this run compiles for a GPU"}
-        assert list(judge_toolkit({"a": told}, needs)) == []
+        evidence = collect_toolkit(Site(needs, None, {}))
+        assert evidence == {"skipped": "no server of this run compiles for a GPU"}
+        assert list(judge_toolkit({"a": evidence}, needs)) == []
 
 
 @pytest.mark.skipif(REAL is None, reason="no CUDA toolkit on this machine")
 def test_the_real_compiler_makes_a_library(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(REAL))
-    told = toolkit_here(str(tmp_path / "env" / "python"), None)
-    assert texts(judge_toolkit({"a": told}, NEEDS)) == []
-    (finding,) = texts(judge_toolkit({"a": told | {"cuda": "99.0"}}, NEEDS))
+    evidence = toolkit_here(str(tmp_path / "env" / "python"), None)
+    assert texts(judge_toolkit({"a": evidence}, NEEDS)) == []
+    (finding,) = texts(judge_toolkit({"a": evidence | {"cuda": "99.0"}}, NEEDS))
     assert finding.endswith("expected 99, as torch's CUDA 99.0")

@@ -1,7 +1,7 @@
-"""``megatron-dppo watch``: what it tells of a run's folder over HTTP, and the page in a real browser.
+"""``megatron-dppo watch``: its answers about a run's folder over HTTP, and the page in a real browser.
 
-The browser's test needs Chromium (Debian: chromium-headless-shell, which ``.ci/run`` installs): without it, it is
-skipped, and fails where ``CI`` is set.
+The browser's test needs Chromium (Debian: chromium-headless-shell, which ``.ci/run`` installs). Without Chromium, the
+test is skipped, or fails if ``CI`` is set.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ def record(step: int) -> dict[str, float]:
 
 
 def write_run(folder: Path, steps: int) -> MetricsWriter:
-    """A run as its own writers leave it, with a hostile response; the records' writer."""
+    """Write a run's folder with the run's own writers, and a hostile response. Returns the writer of the metrics."""
     config = TrainConfig.model_validate(minimal(folder))
     (folder / "logs").mkdir()
     (folder / "config.yaml").write_text(resolved_yaml(config))
@@ -86,8 +86,8 @@ def write_run(folder: Path, steps: int) -> MetricsWriter:
 
 
 @contextmanager
-def served(folder: Path):
-    """The page's address."""
+def serve(folder: Path):
+    """Serve the folder. Yields the page's address."""
     with WatchServer(folder, 0) as server:
         yield server.page
 
@@ -103,12 +103,12 @@ def refusal(url: str) -> int:
     return refused.value.code
 
 
-# --- what is told
+# --- the answers
 
 
 def test_what_is_told_of_a_run(tmp_path):
     write_run(tmp_path, 5)
-    with served(tmp_path) as url:
+    with serve(tmp_path) as url:
         state = get(f"{url}state")
         assert (state["step"], state["steps"]) == (4, 10)
         assert state["title"] == "dppo-binary-tv | 1 rank, bf16 | model | seed 1"
@@ -133,7 +133,7 @@ def test_what_is_told_of_a_run(tmp_path):
             "evaluation/sums/accuracy": [0, 1],
         }
         assert state["bounds"] == {"rollout/truncated": METRICS["rollout/truncated"].normal.high}
-        # What is normal is below 1%.
+        # The normal range ends below 1%, so the axis ends at 1%.
         assert METRICS["mask/masked_positive"].axis() == (0, 0.01)
         curves = get(f"{url}curves?name=time/train_s&name=no/such")
         assert curves == {"time/train_s": [[0, 1, 2, 3, 4], [1, 2, 3, 1, 2]], "no/such": [[], []]}
@@ -149,7 +149,7 @@ def test_the_gap_of_a_run_with_fp8_servers_has_its_own_normal_range(tmp_path):
         (folder / "config.yaml").write_text(resolved_yaml(TrainConfig.model_validate(own)))
         gap = {"mismatch/mean_abs_prob_gap": 0.01, "policy/abs_prob_gap": 0.03}
         MetricsWriter(folder).write(1, gap)
-        with served(folder) as url:
+        with serve(folder) as url:
             state = get(f"{url}state")
         bounds[dtype] = state["bounds"]
         assert len(state["unusual"]) == (2 if dtype == "bfloat16" else 0)
@@ -171,15 +171,15 @@ def test_the_gap_of_a_run_with_fp8_servers_has_its_own_normal_range(tmp_path):
 )
 def test_samples_by_kind_and_set(tmp_path, query, rewards):
     write_run(tmp_path, 1)
-    with served(tmp_path) as url:
-        told = get(f"{url}samples{query}")
-    assert told["sets"] == ["sums", "training"]
-    assert [float(s["right"]) for s in told["samples"]] == rewards
+    with serve(tmp_path) as url:
+        answer = get(f"{url}samples{query}")
+    assert answer["sets"] == ["sums", "training"]
+    assert [float(s["right"]) for s in answer["samples"]] == rewards
 
 
 def test_nothing_new_is_told_as_such_and_a_new_step_is_seen(tmp_path):
     writer = write_run(tmp_path, 2)
-    with served(tmp_path) as url:
+    with serve(tmp_path) as url:
         version = get(f"{url}state")["version"]
         assert get(f"{url}state?version={version}") == {"unchanged": True}
         writer.write(2, record(2))
@@ -189,17 +189,17 @@ def test_nothing_new_is_told_as_such_and_a_new_step_is_seen(tmp_path):
 def test_an_end_that_changes_no_file_is_seen(tmp_path, monkeypatch):
     write_run(tmp_path, 2)
     monkeypatch.setattr("megatron_dppo.diagnostics.watch._STATE_S", 0.0)
-    said = ["runs as process 1"]
-    monkeypatch.setattr("megatron_dppo.diagnostics.watch.RunView._state", lambda _: said[0])
-    with served(tmp_path) as url:
+    states = ["runs as process 1"]
+    monkeypatch.setattr("megatron_dppo.diagnostics.watch.RunView._state", lambda _: states[0])
+    with serve(tmp_path) as url:
         version = get(f"{url}state")["version"]
         assert get(f"{url}state?version={version}") == {"unchanged": True}
-        said[0] = "ended: vanished"
+        states[0] = "ended: vanished"
         assert get(f"{url}state?version={version}")["state"] == "ended: vanished"
 
 
 def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path):
-    with served(tmp_path / "later") as url:
+    with serve(tmp_path / "later") as url:
         state = get(f"{url}state")
         assert state["state"] == "waiting: this folder does not exist yet"
         assert (state["step"], state["names"], state["lines"]) == (None, [], [])
@@ -212,7 +212,7 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path):
 def test_damage_is_told_and_serving_goes_on(tmp_path):
     write_run(tmp_path, 2)
     whole = (tmp_path / "metrics.jsonl").read_text()
-    with served(tmp_path) as url:
+    with serve(tmp_path) as url:
         (tmp_path / "metrics.jsonl").write_text("{\n" + whole)
         assert "metrics.jsonl, line 1: not JSON" in get(f"{url}state")["error"]
         (tmp_path / "metrics.jsonl").write_text(whole)
@@ -236,7 +236,7 @@ def test_masked_tokens_of_another_type_are_told_and_serving_goes_on(tmp_path, li
     write_run(tmp_path, 2)
     path = tmp_path / MASKED_TOKENS_FILE
     whole = path.read_text()
-    with served(tmp_path) as url:
+    with serve(tmp_path) as url:
         path.write_text(line + "\n")
         assert MASKED_TOKENS_FILE in get(f"{url}state")["error"]
         path.write_text(whole)
@@ -246,7 +246,7 @@ def test_masked_tokens_of_another_type_are_told_and_serving_goes_on(tmp_path, li
 @pytest.mark.parametrize("target", ["http://[/", "//[/state", "http://[::1/state?x[=1"])
 def test_an_address_that_is_none_is_refused(tmp_path, target):
     write_run(tmp_path, 1)
-    with served(tmp_path) as url:
+    with serve(tmp_path) as url:
         address = urlsplit(url)
         with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
             connection.sendall(f"GET {target} HTTP/1.0\r\n\r\n".encode())
@@ -257,7 +257,7 @@ def test_an_address_that_is_none_is_refused(tmp_path, target):
 
 def test_only_the_routes_under_the_key_are_answered(tmp_path):
     write_run(tmp_path, 1)
-    with served(tmp_path) as url:
+    with serve(tmp_path) as url:
         base = url.rsplit("/", 2)[0]
         assert base.startswith("http://127.0.0.1:")
         guessed = "/aaaaaaaaaaaaaaaaaaaaaa/"
@@ -268,7 +268,7 @@ def test_only_the_routes_under_the_key_are_answered(tmp_path):
 
 
 def test_two_servers_have_two_keys(tmp_path):
-    with served(tmp_path) as one, served(tmp_path) as other:
+    with serve(tmp_path) as one, serve(tmp_path) as other:
         assert one.split("/")[3] != other.split("/")[3]
         assert len(one.split("/")[3]) >= 20
 
@@ -286,7 +286,7 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes(count):
 
 
 def test_a_port_that_is_taken_is_named(tmp_path, capsys):
-    with served(tmp_path) as url, pytest.raises(SystemExit):
+    with serve(tmp_path) as url, pytest.raises(SystemExit):
         main([str(tmp_path), "--port", url.split(":")[2].split("/")[0]])
     assert mentions(capsys.readouterr().err, os.strerror(errno.EADDRINUSE), "--port 0")
 
@@ -321,7 +321,7 @@ LEFTMOST_LABEL = """() => {
     card.remove();
     return left;
 }"""
-"""Of a curve of the widest numbers."""
+"""The position of the leftmost label of a curve with the widest numbers."""
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
@@ -338,7 +338,7 @@ def test_the_page_in_a_browser(tmp_path, width, height):
             await tab.until("document.querySelectorAll('.sample').length === 4")
             assert await tab.ask("document.querySelectorAll('#curves svg path').length") == 4
             assert await tab.ask("document.querySelectorAll('#phases rect').length") == 22
-            shown = await tab.ask("document.body.innerText")
+            text_of_page = await tab.ask("document.body.innerText")
             for text in (
                 "engine0",
                 "serving",
@@ -346,16 +346,16 @@ def test_the_page_in_a_browser(tmp_path, width, height):
                 "is suspended",
                 "train: ",
             ):
-                assert text in shown
-            # Nothing of a response, nor of what an environment said, became part of the page.
+                assert text in text_of_page
+            # No HTML of a response or of an environment's fault became part of the page.
             inserted = "document.querySelectorAll('#samples img, #samples b, #faults img, #faults b').length"
             assert await tab.ask(inserted) == 0
             assert HOSTILE in await tab.ask("document.querySelector('#faults').textContent")
             assert HOSTILE in await tab.ask("document.querySelector('#samples').textContent")
             assert "taken" not in await tab.ask("document.title")
-            assert shown.count("normal: at most 0.1") == 1
+            assert text_of_page.count("normal: at most 0.1") == 1
             assert await tab.ask("document.querySelectorAll('#curves [data-bound]').length") == 1
-            # It fits, and can be read.
+            # The page fits the window and can be read.
             assert await tab.ask(WIDEST) <= width
             assert await tab.ask(SMALLEST_TEXT) >= 10
             assert await tab.ask(f"({LEFTMOST_LABEL})()") >= 0
@@ -363,7 +363,7 @@ def test_the_page_in_a_browser(tmp_path, width, height):
             assert await tab.ask("ends([0, 0.01], [0.02, 0.03])") == [0, 0.03]
             assert await tab.ask("ends(undefined, [2, 4])") == [2, 4]
             await tab.picture(tmp_path / "page.png")
-            # A kind, a metric, a step that comes while it is open.
+            # Choose a kind of samples and a metric, and write a step while the page is open.
             await tab.ask(
                 "at('kind').value = 'masked', at('kind').dispatchEvent(new Event('change')), 0"
             )
@@ -377,7 +377,7 @@ def test_the_page_in_a_browser(tmp_path, width, height):
             await tab.until("document.querySelector('#step').textContent === 'step 12 of 10'")
             assert tab.errors == []
 
-    with served(folder) as url:
+    with serve(folder) as url:
         asyncio.run(look(url))
     left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])]
     assert left == []

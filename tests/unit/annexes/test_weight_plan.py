@@ -25,13 +25,13 @@ def plan_of(shape, *words):
 
 
 def test_the_full_model_on_256_ranks():
-    found = plan_of(MOE, "parallel.world_size=256")
-    assert (found.ranks, found.tensors, found.problems) == (256, 18_867, ())
-    assert found.weights == 2 * 30_532_122_624
-    assert found.sent == {0: found.weights}
-    assert found.gathered_between_nodes == 0
-    assert found.gathered > found.gathered_bound > 0
-    assert 512 * MIB < found.sender_memory < 3 * 594 * MIB
+    plan = plan_of(MOE, "parallel.world_size=256")
+    assert (plan.ranks, plan.tensors, plan.problems) == (256, 18_867, ())
+    assert plan.weights == 2 * 30_532_122_624
+    assert plan.sent == {0: plan.weights}
+    assert plan.gathered_between_nodes == 0
+    assert plan.gathered > plan.gathered_bound > 0
+    assert 512 * MIB < plan.sender_memory < 3 * 594 * MIB
 
 
 @pytest.mark.parametrize(
@@ -44,16 +44,16 @@ def test_the_full_model_on_256_ranks():
     ],
 )
 def test_layouts_of_a_small_mixture(layout, senders, imbalance):
-    found = plan_of(SMALL, f"parallel={layout}")
-    assert found.problems == ()
-    assert sorted(found.sent) == senders
-    assert found.imbalance <= imbalance
-    assert found.gathered_between_nodes == 0
-    assert sum(found.sent.values()) == found.weights
-    every = plan_of(SMALL, f"parallel={layout}", "weight_sync.senders=holders")
-    assert every.gathered == every.gathered_bound
-    assert len(every.sent) >= len(found.sent)
-    assert every.engine_communicators == len(every.sent) * 294 * MIB
+    plan = plan_of(SMALL, f"parallel={layout}")
+    assert plan.problems == ()
+    assert sorted(plan.sent) == senders
+    assert plan.imbalance <= imbalance
+    assert plan.gathered_between_nodes == 0
+    assert sum(plan.sent.values()) == plan.weights
+    from_holders = plan_of(SMALL, f"parallel={layout}", "weight_sync.senders=holders")
+    assert from_holders.gathered == from_holders.gathered_bound
+    assert len(from_holders.sent) >= len(plan.sent)
+    assert from_holders.engine_communicators == len(from_holders.sent) * 294 * MIB
 
 
 def test_a_tensor_that_comes_twice_or_not_whole_is_told():

@@ -1,4 +1,4 @@
-"""One part of each fate."""
+"""Parts of a GPU check with one outcome each."""
 
 import os
 import signal
