@@ -19,7 +19,7 @@ from megatron_dppo.algorithms.rules import measure_divergence
 
 V, T = 3, 4
 LONG = 6
-"""Tokens of a response where CPPO's bound is enumerated."""
+"""Tokens of a response in the tests of CPPO's bound."""
 
 
 @dataclass(frozen=True)

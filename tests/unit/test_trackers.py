@@ -36,6 +36,7 @@ SAMPLE = {
     "components": {"a": 0.5},
 }
 ROW = SAMPLE | {"components": '{"a": 0.5}'}
+"""The row of ``SAMPLE`` in a tracker's table."""
 
 
 def tracked_run(folder: Path, resume_step: int = 0) -> TrackedRun:

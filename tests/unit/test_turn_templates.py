@@ -38,7 +38,7 @@ REFUSED = {
     ("olmoe", "tool"): "drops a message of tool",
     ("mixtral", "tool"): "fails on messages of user, assistant, tool: TemplateError: conversation",
 }
-EVERY = [(name, role) for name in PUBLISHED for role in ("user", "tool")]
+FAMILY_ROLES = [(name, role) for name in PUBLISHED for role in ("user", "tool")]
 
 
 @cache
@@ -91,7 +91,7 @@ def conversation(
     return text
 
 
-@pytest.mark.parametrize(("name", "role"), [pair for pair in EVERY if pair not in REFUSED])
+@pytest.mark.parametrize(("name", "role"), [pair for pair in FAMILY_ROLES if pair not in REFUSED])
 def test_turns_end_to_end_are_the_whole_conversation(name, role):
     tokenizer = tokenizer_of(name)
     turns = TurnTemplate(tokenizer, role)
@@ -380,7 +380,7 @@ def encode_apart(tokenizer: Any, text: str, said: str) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize(("name", "role"), [pair for pair in EVERY if pair not in REFUSED])
+@pytest.mark.parametrize(("name", "role"), [pair for pair in FAMILY_ROLES if pair not in REFUSED])
 def test_control_tokens_in_what_an_environment_says_are_text(name, role):
     """A forged end of a turn is encoded without control tokens. Every control token in the ids is the template's."""
     tokenizer = tokenizer_of(name)

@@ -121,6 +121,8 @@ class Source:
 
 
 class Expected:
+    """Expected digests: 1 for each tensor, as ``Engine.held`` has. ``add`` is a step that may fail."""
+
     def __init__(self, engine: Engine) -> None:
         self._step = engine.step
         self._names: list[str] = []
@@ -251,6 +253,7 @@ def opener(engines: Mapping[str, Engine | Exception]) -> OpenEngine:
 
 
 def alone(error: str | None) -> str | None:
+    """Agree on an error without other ranks."""
     return error
 
 

@@ -35,7 +35,7 @@ def responses() -> list[Trajectory]:
     return [Trajectory.of_response(row[:5], row[5:], problem_id=i) for i, row in enumerate(ids)]
 
 
-def difference(logits: list[Tensor], expected: list[Tensor]) -> float:
+def largest_difference(logits: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True))
 
 
@@ -64,9 +64,9 @@ def test_experts_as_a_router_chose_them_change_nothing_and_others_do(
             natural += model.sampled_logits([trajectory])
         rows[trajectory.problem_id] = torch.stack(chosen, 1)[:-1]
     with model.routed(lambda trajectory: rows[trajectory.problem_id]):
-        assert difference(model.sampled_logits(responses()), natural) < 1e-5
+        assert largest_difference(model.sampled_logits(responses()), natural) < 1e-5
     with model.routed(lambda trajectory: rows[trajectory.problem_id].roll(1, 0)):
-        assert difference(model.sampled_logits(responses()), natural) > 1e-3
+        assert largest_difference(model.sampled_logits(responses()), natural) > 1e-3
 
 
 @pytest.mark.parametrize("case", WITH_DELTA_NETS)
@@ -74,6 +74,6 @@ def test_responses_after_a_cache_with_states_of_delta_nets(tmp_path: Path, case:
     model = make_reference(tmp_path, case)
     natural = model.sampled_logits(responses())
     with model.prompts_cached_by(model):
-        assert difference(model.sampled_logits(responses()), natural) < 1e-5
+        assert largest_difference(model.sampled_logits(responses()), natural) < 1e-5
     with model.cached_in_bfloat16(prompts=False):
-        assert 1e-5 < difference(model.sampled_logits(responses()), natural) < 1e-1
+        assert 1e-5 < largest_difference(model.sampled_logits(responses()), natural) < 1e-1
