@@ -95,6 +95,6 @@ def _numbers_of(numbers: Mapping[str, float], *roles: str) -> dict[str, float]:
 
 
 def _function(modules: Sequence[ModuleType], name: str) -> Callable[..., Any]:
-    """Return the function ``name`` of the first of ``modules`` that has a function of this name."""
+    """Return the function ``name`` of the first module that has one."""
     owner = next(module for module in modules if hasattr(module, name))
     return getattr(owner, name)

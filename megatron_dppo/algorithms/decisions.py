@@ -32,10 +32,10 @@ class Decisions:
 def decide(algorithm: Algorithm, inputs: TokenInputs) -> Decisions:
     """Decide for each token whether it trains, and compute its weight.
 
-    A token is blocked, for either sign of A, if one of these numbers is not finite: log pi, log mu, a penalty or the
-    capped weight. Algorithms that read the anchor pi', or Top-K entries, also need finite values there (Top-K: in valid
-    columns). If a ratio overflows to infinity, a finite cap cuts it, and the token may train. Without a finite cap the
-    token is blocked.
+    A token is blocked, for either sign of A, if a number that the algorithm reads is not finite. All algorithms read
+    log pi, log mu, their penalties and the capped weight. Some also read log pi', or the valid Top-K columns. If a
+    ratio overflows to infinity, a finite cap cuts it, and the token may train. Without a finite cap the token is
+    blocked.
     """
     weight = algorithm.weight(inputs)
     capped = weight.clamp(max=algorithm.ratio_cap)
@@ -45,7 +45,7 @@ def decide(algorithm: Algorithm, inputs: TokenInputs) -> Decisions:
 
 
 def _are_numbers_finite(algorithm: Algorithm, inputs: TokenInputs) -> Tensor:
-    """Return True for tokens whose penalties are finite, and all log-probabilities that the algorithm reads."""
+    """Return True where all penalties, and all log-probabilities that the algorithm reads, are finite."""
     # A difference of two log-probabilities is finite only if both are finite.
     log_ratio = inputs.log_probs - inputs.rollout_log_probs
     finite = log_ratio.isfinite()

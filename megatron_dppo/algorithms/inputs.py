@@ -1,14 +1,14 @@
 """The inputs of an algorithm, token by token, and reductions of them over responses.
 
-Legend: pi = the policy that trains, mu = the policy that sampled, T = tokens, K = number of ids of TopK(mu). The last
-axis of the Top-K tensors has K + 1 columns; the last column is the sampled token's.
+Legend: pi = the policy that trains, mu = the policy that sampled, T = tokens, TopK(mu) = the K most likely ids
+under mu. The last axis of the Top-K tensors has K + 1 columns; the last column is the sampled token's.
 
 The reductions over responses count only tokens in ``loss_mask``. The tensors must hold all tokens of a response.
 Functions of prefixes and positions also need a response's tokens in order, without another response's tokens between
 them. Results are float64, shaped as ``values``. A result depends on the response alone, not on the rest of the pack.
-Prefix functions add in an order that depends on the response alone. On a CPU, totals do this too. So these results are
-equal bit by bit on all ranks. On a GPU the order of a total's additions varies, and the last bit may differ from rank
-to rank.
+In prefix functions, the order of additions depends on the response alone. So their results are equal bit by bit on all
+ranks. Totals and means are equal bit by bit only on CPUs. On a GPU the order of their additions varies, and the last
+bit may differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -198,12 +198,15 @@ def sequence_quantile(inputs: TokenInputs, values: Tensor, share: float) -> Tens
     order = flat_values.argsort()
     order = order[bins[order].argsort(stable=True)]
     sizes = bins.new_zeros(ids.numel() + 1).index_add_(0, bins, torch.ones_like(bins))
+    # A bin begins in ``order`` after all tokens of the bins before it.
     start = (sizes.cumsum(0) - sizes)[ids]
     # ``rank`` is the position of the quantile among the sorted values of the response. It may lie between two values.
     rank = share * (sizes[ids] - 1).clamp(min=0).double()
     lower_rank = rank.floor()
+    # The clamps keep the indices valid for an empty bin.
     lower_index = (start + lower_rank.long()).clamp(max=ids.numel() - 1)
-    upper_index = torch.minimum(lower_index + 1, (start + sizes[ids] - 1).clamp(min=0))
+    last_index = (start + sizes[ids] - 1).clamp(min=0)
+    upper_index = torch.minimum(lower_index + 1, last_index)
     low = flat_values[order[lower_index]]
     high = flat_values[order[upper_index]]
     return (low + (rank - lower_rank) * (high - low)).view_as(values)

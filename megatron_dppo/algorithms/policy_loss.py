@@ -109,6 +109,6 @@ def _coefficients(
         values.append(torch.where(counted, value, 0.0).to(surrogate.dtype))
         derivatives.append(torch.where(counted, derivative, 0.0).to(surrogate.dtype))
     penalty = torch.stack(values).sum(0)
-    slope = torch.stack(derivatives).sum(0)
+    penalty_slope = torch.stack(derivatives).sum(0)
     sums[metric_names.PENALTY] = penalty.sum(dtype=torch.float64)
-    return surrogate + penalty, surrogate + slope, MetricSums(sums=sums)
+    return surrogate + penalty, surrogate + penalty_slope, MetricSums(sums=sums)

@@ -31,9 +31,9 @@ class Projection:
     Attributes:
         log_ratio: log p(y) - log mu(y).
         distance: KL(pi || p); 0 if pi is within the bound.
-        explicit_slope: 1 - x, the factor of dl(y) above: the explicit part of the derivative of log p(y) by log pi(y).
-        column_slopes: ``[..., K + 1]``, all other parts of the derivative of log p(y), by log pi at TopK(mu) and at y.
-            The last column is 0 if TopK(mu) has y.
+        explicit_slope: 1 - x, the part of the derivative of log p(y) by log pi(y) that comes from the term dl(y) above.
+        column_slopes: ``[..., K + 1]``, the derivatives of log p(y) by log pi at TopK(mu) and at y that come from the
+            other terms, E dl and Cov(u, dl). The last column is 0 if TopK(mu) has y.
         distance_slopes: ``[..., K + 1]``, the derivative of KL(pi || p), with p fixed, by log pi at TopK(mu) and at y.
     """
 
@@ -69,11 +69,13 @@ def projected(inputs: TokenInputs, kl_bound: float) -> Projection:
     sampled_log_mu = columns[1][..., -1:].detach().double()
     sampled_centred = sampled_log_mu - sampled_log_pi - mean_difference
     scale = (1 - x)[..., None]
-    # Differentiate by log pi of each point, as if the points' probabilities were independent. The derivatives by column
-    # then account for "other", whose probability is 1 minus the sum of the other points' probabilities.
+    # The terms E dl and Cov(u, dl) by log pi of each point, as if the points' probabilities were independent. E dl is
+    # the sum of p dl, and Cov(u, dl) is the sum of p (u - E u) dl.
     point_slopes = -scale * p * (1 + sampled_centred * centred / variance)
     gaps = torch.where(p > 0, log_pi - log_p, 0.0)
     pi = log_pi.exp()
+    # pi(other) is 1 minus the sum of pi over the columns. So log pi(other) has the derivative -pi(c) / pi(other) by
+    # log pi of a column c.
     column_slopes = point_slopes[..., :-1] - point_slopes[..., -1:] * pi[..., :-1] / pi[..., -1:]
     distance_slopes = pi[..., :-1] * (gaps[..., :-1] - gaps[..., -1:])
     sampled_mix = (1 - x) * sampled_log_pi[..., 0] + x * sampled_log_mu[..., 0]
@@ -96,6 +98,7 @@ def projected_ratio(inputs: TokenInputs, anchor: Anchor, *, kl_bound: float) -> 
 
 def _points(topk: Tensor, rollout_topk: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Return log pi and log mu at the P points, [..., P] float64, normalised; -inf in columns that are not valid."""
+    # The rest has a rounding error of about ``resolution``. The clamp keeps its logarithm finite.
     resolution = 4 * torch.finfo(topk.dtype).eps
     points = []
     for log_probs in (topk, rollout_topk):

@@ -38,15 +38,15 @@ def k1_on_policy(s: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def k2(s: Tensor) -> tuple[Tensor, Tensor]:
     """Estimate KL(pi || reference) or KL(reference || pi) by s^2 / 2, whose mean is right to second order in s. The
-    derivative -s has the mean gradient of KL(pi || reference).
+    mean of -s grad log pi under pi is the gradient of KL(pi || reference).
     """
     return 0.5 * s.square(), -s
 
 
 @torch.no_grad()
 def k3(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimate KL(pi || reference) by e^s - 1 - s. Its derivative 1 - e^s has the mean gradient of
-    KL(reference || pi).
+    """Estimate KL(pi || reference) by e^s - 1 - s. Its derivative by log pi is 1 - e^s. The mean of
+    (1 - e^s) grad log pi under pi is the gradient of KL(reference || pi).
     """
     growth = torch.expm1(s)
     return growth - s, -growth
@@ -83,10 +83,10 @@ def reference_penalty(
     """Build the penalty: the sum of ``coefficient`` times an estimate over the tokens in ``loss_mask``.
 
     The sum includes tokens that the algorithm's mask blocks. The gradient flows through ``inputs.log_probs`` only.
-    Each token's term is multiplied by the aggregation's factor, if there is one, and the sum is not divided: both are
-    as for the algorithm's own terms. s and log(pi / mu) are cut at ``LARGEST_LOG_RATIO``, and a metric counts the
-    tokens with a larger s. The penalty is computed in float64. If log pi or the reference is -inf or NaN, the loss is
-    not finite, and the trainer stops.
+    If the aggregation has a factor for each token, the factor multiplies the token's term. The caller divides the sum,
+    as it divides the algorithm's own terms. s and log(pi / mu) are cut at ``LARGEST_LOG_RATIO``, and a metric counts
+    the tokens with a larger s. The penalty is computed in float64. If log pi or the reference is -inf or NaN, the loss
+    is not finite, and the trainer stops.
 
     Args:
         coefficient: Factor of the estimate.

@@ -24,7 +24,8 @@ from megatron_dppo.algorithms.inputs import Anchor, TokenInputs, recomputed, rol
 from megatron_dppo.algorithms.table import Tail
 
 Mask = Callable[[TokenInputs], Tensor]
-"""Bool, shaped as ``log_probs``; True where the token trains."""
+"""A mask, with its anchor and numbers already bound by ``build_algorithm``. Returns a bool tensor, shaped as
+``log_probs``; True where the token trains."""
 
 
 @torch.no_grad()
@@ -83,7 +84,7 @@ def topk_tv(
 ) -> Tensor:
     """DPPO-TopK-TV: the rule of ``binary_tv`` with the TV over TopK(mu), the sampled token and "other".
 
-    With K = V this is DPPO-Exact-TV.
+    If K is the size V of the vocabulary, this is DPPO-Exact-TV.
     """
     distance = divergence.topk_tv(*topk_of(inputs, anchor))
     return near(inputs, anchor, distance, tv_threshold, tv_threshold_negative)
@@ -99,7 +100,7 @@ def topk_kl(
 ) -> Tensor:
     """DPPO-TopK-KL: the rule of ``binary_kl`` with the KL over TopK(mu), the sampled token and "other".
 
-    With K = V this is DPPO-Exact-KL.
+    If K is the size V of the vocabulary, this is DPPO-Exact-KL.
     """
     distance = divergence.topk_kl(*topk_of(inputs, anchor))
     return near(inputs, anchor, distance, kl_threshold, kl_threshold_negative)
@@ -107,7 +108,7 @@ def topk_kl(
 
 @torch.no_grad()
 def large_drop(inputs: TokenInputs, anchor: Anchor, *, max_drop: float) -> Tensor:
-    """Minimal mask "Mask-x": block tokens with A < 0 and anchor(a) - pi(a) >= ``max_drop``."""
+    """Minimal mask "Mask-x": block tokens with A < 0 and anchor(a) - pi(a) >= ``max_drop``. a is the sampled token."""
     drop = anchor(inputs).double().exp() - inputs.log_probs.double().exp()
     return (inputs.advantages >= 0) | (drop < max_drop)
 
@@ -210,13 +211,13 @@ def pdm(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float, tail: Tail)
     Raises:
         ValueError: ``tail`` needs the number of tokens outside TopK(mu), or the sum of pi^2, and ``inputs`` lacks it.
     """
-    column = {"one": None, "uniform": "tail_ids", "proportional": "sum_squares"}[tail]
+    field_name = {"one": None, "uniform": "tail_ids", "proportional": "sum_squares"}[tail]
     tail_inputs: dict[str, Tensor] = {}
-    if column is not None:
-        values = getattr(inputs, column)
+    if field_name is not None:
+        values = getattr(inputs, field_name)
         if values is None:
-            raise ValueError(f"the mask has a {tail} tail, but TokenInputs has no {column}")
-        tail_inputs[column] = values
+            raise ValueError(f"the mask has a {tail} tail, but TokenInputs has no {field_name}")
+        tail_inputs[field_name] = values
     topk = topk_of(inputs, anchor)
     distance = divergence.topk_kl(*topk)
     change = divergence.topk_kl_change(*topk, **tail_inputs)
@@ -356,9 +357,10 @@ def centering(inputs: TokenInputs, ratio_cap: float) -> Tensor:
 
         -A [ min(r, C) log pi(y) - sum over TopK(mu) of c_v log pi_v ],    c_v = min(pi_v, C mu_v) - min(1, C rho) pi_v,
 
-    rho = (1 - sum mu) / (1 - sum pi), both sums over TopK(mu). If mu is proportional to pi outside TopK(mu), the mean
-    under mu of the bracket's gradient is then 0. At pi = mu every c is 0. c is 0 in columns that are not valid. The
-    sums exclude the sampled token's own column, because they must not depend on the sampled token.
+    rho = (1 - sum mu) / (1 - sum pi), both sums over TopK(mu). If y is sampled from mu, and mu is proportional to pi
+    outside TopK(mu), the gradient of the bracket has the mean 0. At pi = mu every c is 0. c is 0 in columns
+    that are not valid. The sums exclude the sampled token's own column, because they must not depend on the sampled
+    token.
 
     Sources: the abstract, and the derivation and terms of two public implementations (vime, and one in SkyRL's style),
     which agree. The paper's experiments were not read.
@@ -366,10 +368,11 @@ def centering(inputs: TokenInputs, ratio_cap: float) -> Tensor:
     topk, rollout_topk, valid = (x[..., :-1] for x in topk_of(inputs, rollout))
     pi = torch.where(valid, topk.detach().double().clamp(max=0).exp(), 0.0)
     mu = torch.where(valid, rollout_topk.double().clamp(max=0).exp(), 0.0)
-    # If pi is peaked, 1 - sum pi is only rounding error. The clamp of ``scale`` keeps the error from making c large.
+    # If pi is peaked, 1 - sum pi is only a rounding error of about ``resolution``.
     resolution = 4 * torch.finfo(topk.dtype).eps
     rest_mu = (1 - mu.sum(-1, keepdim=True)).clamp(min=resolution)
     rest_pi = (1 - pi.sum(-1, keepdim=True)).clamp(min=resolution)
+    # ``scale`` is min(1, C rho). The clamp also keeps the rounding error from making c large.
     scale = (ratio_cap * rest_mu / rest_pi).clamp(max=1)
     return torch.minimum(pi, ratio_cap * mu) - scale * pi
 
@@ -388,8 +391,8 @@ LARGEST_LOG_RATIO = 20.0
 @torch.no_grad()
 def kl(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
     """Estimate KL(mu || pi) by r - 1 - log r, whose derivative is r - 1. log r is cut to ``LARGEST_LOG_RATIO``."""
-    # The largest float32 is e^88.7. Without the cut, a term could be infinite and would block its token, although a
-    # finite cap bounds the token's weight. Two tokens with r just below e^88.7 would make the batch's loss infinite.
+    # The largest float32 is e^88.7. Without the cut, r could be infinite. The infinite term would block the token, also
+    # if a finite cap bounds the token's weight. Two finite terms just below e^88.7 could have an infinite sum.
     log_ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO)
     shift = torch.expm1(log_ratio)
     return shift - log_ratio, shift

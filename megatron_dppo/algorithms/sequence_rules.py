@@ -1,5 +1,6 @@
-"""Masks and weights that read a whole response, with the signatures of ``rules.py``: they use sums and maxima over a
-response, or over the tokens before a token. A NaN at one token makes its response's mean NaN, and its maximum infinite.
+"""Masks and weights that read a whole response. They have the signatures of ``rules.py``. They use sums and maxima over
+a response, or over the tokens before a token. A NaN at one token makes the response's mean NaN, and the response's
+maximum infinite.
 
 The tensors must have all tokens of a response, and the tokens of a branch in order. The trainer's tensors do: context
 parallelism gathers the ranks' results before the loss, and packing does not cut responses. Rules that read the tokens
@@ -42,8 +43,8 @@ def sequence_clip(
     clip_low: float,
     clip_high: float,
 ) -> Tensor:
-    """GSPO's clip (arXiv 2507.18071, Eq. 5): PPO's test, applied to the ratio of the sequence. Tokens of a response
-    with equal signs of A all train, or all are blocked.
+    """GSPO's clip (arXiv 2507.18071, Eq. 5): PPO's test, applied to the ratio of the sequence. If A has the same
+    sign at all tokens of a response, all of them train, or all are blocked.
     """
     ratio = sequence_ratio(inputs, anchor)
     return inside(inputs, ratio >= 1 - clip_low, ratio <= 1 + clip_high)
@@ -83,8 +84,8 @@ def geometric_band(
     either sign of A; and block tokens by PPO's clip of pi / pi' (``rules.ratio_clip``).
 
     Public code combines this "geometric" mask with truncated importance sampling. SkyRL's documentation ("Off Policy
-    Correction") has this form and these numbers. Its band rejects responses on which engine and trainer disagree,
-    before the batch trains. So the band compares pi' with mu. pi would leave a band of 1% while the batch trains.
+    Correction") has this form and these numbers. Its band rejects responses on which engine and trainer disagree at the
+    same weights. So the band compares pi' with mu. The updates on the batch move pi out of a band of 1%.
     """
     log_ratio = (recomputed(inputs) - inputs.rollout_log_probs).double()
     ratio = sequence_means(inputs, log_ratio).exp()
@@ -181,14 +182,15 @@ def clipped_geometric_mean(inputs: TokenInputs, anchor: Anchor, *, log_clip: flo
 
 @torch.no_grad()
 def minimum_prefix_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """w_t = r_t min(r_1 .. r_(t-1)), and w_1 = r_1: MinPRO's surrogate of the prefix ratio, the product of r_1 .. r_t
-    (arXiv 2601.22718).
+    """w_t = r_t min(r_1 .. r_(t-1)), and w_1 = r_1: MinPRO (arXiv 2601.22718) uses w_t in place of the prefix ratio,
+    which is the product of r_1 .. r_t.
 
     Source: the abstract, "a non-cumulative surrogate based on the minimum token-level ratio observed in the preceding
     prefix". The paper's objective was not read. The cap, and the lack of a mask, are this project's choices.
     """
     inputs = with_branches_as_sequences(inputs)
     ratio = importance_ratio(inputs, anchor)
+    # The minimum is inf if there is no token in ``loss_mask`` before the token.
     minimum = shift_by_one(inputs, prefix_minima(inputs, ratio), torch.inf)
     return (ratio * torch.where(minimum == torch.inf, 1.0, minimum)).to(ratio.dtype)
 

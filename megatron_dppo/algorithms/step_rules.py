@@ -68,8 +68,9 @@ def second_moment_cut(
 ) -> float:
     """Find a cut for (log r)^2: tokens below the cut train, and their mean (log r)^2 is at most ``second_moment``.
 
-    It is the cut at which the most tokens train, and inf if all tokens train. Tokens with equal (log r)^2 all train, or
-    all are blocked. Two bisections find the cut with at most 62 sums of two numbers over the replicas.
+    Among such cuts, the result is one at which the most tokens train; inf if all tokens train. Tokens with equal
+    (log r)^2 all train, or all are blocked. Two bisections find the cut with at most 62 sums of two numbers over the
+    replicas.
     """
     squares = log_ratio.float().square().nan_to_num(nan=torch.inf)
 
@@ -94,9 +95,10 @@ def second_moment_cut(
         _, count = sum_and_count(cut)
         return count < trained_count
 
-    # The cut lies halfway between the largest value that trains and the smallest value that is blocked. So it separates
-    # them also if the pass with gradient rounds a value differently.
-    return 0.5 * (highest + _largest_float32(blocks_more))
+    # ``highest`` is just below the smallest value that is blocked, ``lowest`` just below the largest value that trains.
+    # A cut halfway between separates the two values, also if the pass with gradient rounds a value differently.
+    lowest = _largest_float32(blocks_more)
+    return 0.5 * (highest + lowest)
 
 
 def _largest_float32(holds: Callable[[float], bool]) -> float:

@@ -2,8 +2,8 @@
 torch.
 
 A row has an algorithm's numbers, the names of its functions, and its needs from engine and trainer. The loss, the
-configuration's checks, the planner and the records of a step all read the table; ``build_algorithm`` finds a row's
-functions. docs/algorithms.md describes the tokens that each row blocks, and the source of each number.
+configuration's checks and the planner read the table; ``build_algorithm`` finds a row's functions.
+docs/algorithms.md describes the tokens that each row blocks, and the source of each number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Settings = Literal["stability", "scaling"]
 AnchorName = Literal["rollout", "recomputed"]
 """The policy that a mask compares pi with: mu of the engine, or pi' of the trainer at the rollout's weights."""
 Divergence = Literal["binary_tv", "binary_kl", "binary_kl_both_ways", "topk_tv", "topk_kl"]
-"""A function of ``divergence.py``. If a mask has the same name, it bounds this divergence at each token, as in DPPO."""
+"""A function of ``divergence.py``. A mask of the same name bounds this divergence at each token, as in DPPO."""
 AggregationName = Literal[
     "token-mean",
     "sequence-mean-with-constant",
@@ -163,13 +163,14 @@ class Preset:
     Attributes:
         mask: Name of the mask, a function in ``rules.py`` or ``step_rules.py``. If ``sequences``, ``build_algorithm``
             looks first in ``sequence_rules.py`` and ``triage.py``.
-        stability: The numbers of the stability study: for mask and weight, the cap (infinite if it is missing) and K.
+        stability: The numbers of the stability study: the numbers of mask and weight, ``ratio_cap`` (infinite if it is
+            missing), and ``topk``.
         scaling: Those numbers of the scaling runs that differ from ``stability``.
         anchor: The policy that the mask compares pi with.
         weight: Name of the weight, a function in one of these modules or in ``projection.py``.
         fixed: Arguments of the mask that users cannot set.
-        divergence: The divergence that the mask compares with its threshold. The records of a step contain it. None if
-            the mask measures no divergence.
+        divergence: The divergence that the mask compares with its threshold. Saved batches contain the divergence.
+            None if the mask measures no divergence.
         whole_vocabulary: Whether the divergence is over the anchor's whole distribution instead of TopK(mu).
         sequences: Whether mask or weight read whole responses.
         centers: Whether the loss centers the score (``rules.centering``), with a gradient through TopK(mu).
@@ -452,7 +453,7 @@ def algorithm_facts(
         accepted = ", ".join(get_args(Settings))
         raise ValueError(f"unknown settings {settings!r} of an algorithm; known: {accepted}")
     preset = PRESETS[name]
-    # Only masks that compare a divergence token by token have a separate threshold for A < 0.
+    # Only DPPO's masks have the name of their divergence. Only these masks have a separate threshold for A < 0.
     takes_negative = preset.mask == preset.divergence
     numbers = _override(name, preset.numbers(settings), options or {}, takes_negative)
     return AlgorithmFacts(name, preset, numbers)

@@ -288,9 +288,9 @@ def residual(weight: torch.Tensor, initialization: str, adapters: Adapters) -> t
 
     Args:
         weight: W, [rows, columns].
-        initialization: ``pissa``, with W = U S V, the r largest singular values and ``scale``:
-            A = sqrt(S / scale) V, B = U sqrt(S / scale). ``olora``, with W = Q R: A is the first r rows of R, B the
-            first r columns of Q.
+        initialization: ``pissa``: U S V is the singular value decomposition of W, cut to the r largest values.
+            A = sqrt(S / scale) V, B = U sqrt(S / scale). ``olora``: W = Q R. A is the first r rows of R, B the first
+            r columns of Q.
         adapters: The rank r, and the scale.
     """
     matrix = weight.float()
@@ -311,7 +311,7 @@ def modules_of(
     shape: ModelShape,
     stored: Collection[str],
 ) -> tuple[str, ...]:
-    """Return the last parts of the names of the matrices that PEFT adapts, in the family's order.
+    """Return the matrices that PEFT adapts, by the last part of their names (``q_proj``), in the family's order.
 
     Args:
         config: The entries of adapter_config.json.
@@ -319,7 +319,8 @@ def modules_of(
         stored: PEFT's names of the folder's tensors.
 
     Raises:
-        AdapterError: An entry matches nothing, or a matrix in only some of the layers.
+        AdapterError: ``target_modules`` matches nothing, or a matrix in only some of the layers. Also if
+            ``target_modules`` or ``exclude_modules`` is malformed.
     """
     groups = module_groups(shape)
     all_modules = resolve_modules(list(groups), shape)

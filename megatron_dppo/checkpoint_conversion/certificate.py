@@ -80,7 +80,7 @@ class Certificate:
         source_dtype: Type of the tensors that were read; the names of several types are joined by ``+``. 8-bit weights
             (``float8_e4m3fn``) were multiplied by their scales.
         tensors: Name -> SHA-256 (hex) of the tensor's bytes in its stored type and Hugging Face's shape, row-major. The
-            hash does not depend on the layout. Tensors that the family carries along come last.
+            hash does not depend on the layout. Tensors that are only copied (``carried_names``) come last.
         files: Name -> SHA-256 of config, tokenizer and other files in the folder; empty before ``save``.
     """
 

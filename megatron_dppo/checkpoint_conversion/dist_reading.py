@@ -119,8 +119,8 @@ def find_saved_tensor(fd: int, start: int, length: int) -> tuple[int, int]:
     Raises OSError, zipfile.BadZipFile or StopIteration if there is no tensor.
     """
     # torch.save writes a zip archive with a pickle, ``data.pkl``, that describes the tensor, and the elements in
-    # ``data/0``, uncompressed. torch.distributed.checkpoint's own reader would load a whole chunk for any row of the
-    # chunk: hundreds of MB for a vocabulary of 150,000 rows, again for every block.
+    # ``data/0``, uncompressed. The reader of torch.distributed.checkpoint would load a whole chunk for each block of
+    # rows that is read. With a vocabulary of 150,000 rows, a chunk has hundreds of MB.
     stream = _Span(fd, start, length)
     with zipfile.ZipFile(stream) as archive:
         entry = next(e for e in archive.infolist() if e.filename.endswith("/data/0"))

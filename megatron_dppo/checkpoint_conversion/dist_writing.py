@@ -217,7 +217,10 @@ def write_torch_dist(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows ``start .. start + count`` of a single-rank parameter: one block of its stacked tensor."""
+    """Rows ``start .. start + count`` of ``parameter``, a parameter of the layout with one rank.
+
+    ``stacked`` is the parameter's position in a tensor of the checkpoint. The chunk becomes one block of this tensor.
+    """
 
     parameter: LocalParameter
     stacked: StackedParameter
@@ -237,9 +240,11 @@ class _Chunk:
 def _chunks(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> Iterator[_Chunk]:
     """Yield the chunks of the model, parameter after parameter.
 
-    A parameter of one Hugging Face tensor (the vocabulary) has a chunk for each block of rows. If several tensors are
-    one segment each (gate and up), each tensor has a chunk. If the segments of the tensors alternate (queries, keys and
-    values) or take every n-th row, the whole parameter is one chunk.
+    The chunks depend on the source of the parameter's rows:
+
+    - One Hugging Face tensor (the vocabulary): a chunk for each block of rows.
+    - Several tensors, one after another (gate and up): a chunk for each tensor.
+    - Several tensors whose rows alternate (queries, keys and values), or every n-th row of a tensor: one chunk.
     """
     for p in local_parameters(shape, Layout(), 0):
         stacked = written_parameter(shape, p.name)

@@ -35,7 +35,7 @@ class Buffers:
 
     def next(self, elements: int, like: Tensor) -> Tensor:
         """The next buffer: 1-D with ``elements``, with the type and device of ``like``."""
-        # Exchange the two: the buffer of the call before the last is then first.
+        # Buffer 0 was used by the last call. Move it to position 1, so that its content stays valid.
         self._buffers.reverse()
         buffer = self._buffers[0]
         if buffer is None or buffer.numel() < elements or buffer.dtype != like.dtype:
@@ -67,7 +67,7 @@ def gather(
         values: This rank's tensors by (chunk, name), in the shape of its parameters (the weights, or their gradients).
             All have one dtype, except tensors with a dtype of their own (``TensorSources.dtype``).
         buffers: Memory for the buckets' tensors. One flat buffer holds the tensors of a bucket end to end. The tensors
-            of a bucket stay valid until the second bucket after this bucket. None: a new buffer for each bucket.
+            of a bucket stay valid while the next bucket is gathered, not longer. None: a new buffer for each bucket.
     """
     first_value = next(iter(values.values()))
     for bucket in plan:

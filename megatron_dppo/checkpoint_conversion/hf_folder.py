@@ -175,8 +175,8 @@ class SafetensorsReader(Closing):
 
     Every shard's header is checked on opening. A missing, truncated or malformed file, and an index that disagrees with
     its shards, raise CheckpointError. A packed tensor has all experts of a layer; each matrix of each expert is read as
-    one tensor. ``unusual_packed`` has the names of packed tensors, if published files of the family have no packed
-    tensors. Buffers that follow from config.json are left out.
+    one tensor. ``unusual_packed`` has the names of the packed tensors that were split although published files of the
+    family have no packed tensors. Buffers that follow from config.json are left out.
 
     Args:
         hf_dir: the folder.

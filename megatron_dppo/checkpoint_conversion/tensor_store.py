@@ -79,13 +79,13 @@ class Entry(TensorSpec):
 
 def packed_specs(shape: ModelShape, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """Return ``specs`` with ``packed_in`` set for each matrix that files of the model's family pack."""
-    packed_name_of = packed_names(shape)
+    packed_of = packed_names(shape)
     result: dict[str, TensorSpec] = {}
     for name, spec in specs.items():
         packed_in = None
-        if name in packed_name_of:
-            packed_name = packed_name_of[name]
-            packed_in = PackedIn(packed_name.name, shape.num_experts, packed_name.is_transposed)
+        if name in packed_of:
+            packed = packed_of[name]
+            packed_in = PackedIn(packed.name, shape.num_experts, packed.is_transposed)
         result[name] = replace(spec, packed_in=packed_in)
     return result
 
@@ -389,7 +389,7 @@ def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, location: 
     """Raise CheckpointError if names or shapes of ``specs`` differ from the tensors of ``shape``. The message lists the
     differences.
 
-    Tensors that the family carries along may be missing, and may have any shape.
+    Tensors that are only copied (``carried_names``) may be missing, and may have any shape.
     """
     model_tensors = hf_tensors(shape)
     _, output = family_of(shape).vocabulary_tensors
