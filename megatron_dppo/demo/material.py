@@ -323,7 +323,7 @@ ROOT = TASKS["sums"].root
 WARM_START = EXAMPLES / "tiny_moe" / "warm_start.yaml"
 SOURCES = (HERE / "material.py", WARM_START)
 SUPERVISED = "megatron_dppo.supervised"
-INTERRUPTED = (129, 130, 143)
+INTERRUPTED_CODES = (129, 130, 143)
 """Exit codes of a run that SIGHUP, Ctrl-C or SIGTERM stopped."""
 STAMP = "made_from.json"
 """File that is written last; a folder without it is incomplete."""
@@ -414,7 +414,7 @@ def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
     # The matrices are too small for two threads.
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     code = run_to_the_end(command, env=one_thread)
-    if code in INTERRUPTED:
+    if code in INTERRUPTED_CODES:
         raise SystemExit(code)
     if code != 0:
         raise SystemExit(f"the warm start ended with exit code {code}; its output is above")

@@ -19,8 +19,8 @@ _ROUNDS = 5
 def exchange() -> None:
     """Measure the bandwidth among this node's processes and among all processes, and print both as a line of JSON.
 
-    Bandwidth is the bus bandwidth of a ring, ``2 (n - 1) / n * bytes / seconds``. It does not depend on the number
-    ``n`` of processes.
+    Bandwidth is the bus bandwidth of a ring, ``2 (n - 1) / n * bytes / seconds``. The factor ``2 (n - 1) / n`` makes
+    the bandwidths of different numbers ``n`` of processes comparable.
     """
     import torch
     import torch.distributed as dist

@@ -81,7 +81,7 @@ def _connects(address: str, port: int) -> bool:
 
 
 def judge_network(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report nodes that explain all pairs of nodes without a connection."""
+    """Report the nodes to blame for the pairs of nodes without a connection (``culprits``)."""
     broken_pairs: set[frozenset[str]] = set()
     for host, other_host in permutations(evidence, 2):
         if not evidence[host]["reached"].get(other_host):

@@ -15,8 +15,8 @@ from megatron_dppo.cluster.preflight.evidence import (
     culprits,
 )
 
-# Names in the meeting: a file that each node writes and then replaces, the announcement that it is replaced, and a file
-# that only one node can create.
+# Names in the meeting. _CANARY: a file that each node writes and later replaces. _REPLACED: a node's announcement that
+# its canary is replaced. _CONTEST: a file that only one node can create.
 _CANARY, _REPLACED, _CONTEST = "canary", "replaced", "contest"
 _POLL_S = 0.05
 
@@ -58,7 +58,7 @@ def _canary(host: str, age: str) -> dict[str, str]:
 def judge_shared_folder(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
     """Report nodes that do not see each other's new files, and an exclusive creation without exactly one winner.
 
-    In a faulty pair, one node did not see the other's new file. ``culprits`` selects the nodes that explain all pairs.
+    In a faulty pair, one node did not see the other's new file. ``culprits`` selects the nodes to blame for the pairs.
     """
     missed_pairs: set[frozenset[str]] = set()
     for host, entry in evidence.items():
@@ -66,7 +66,7 @@ def judge_shared_folder(evidence: Mapping[str, Evidence], needs: Needs) -> Itera
             missed_pairs.add(frozenset((host, other_host)))
     subject = f"{needs.run_directory}: files of others"
     for host, count in culprits(missed_pairs):
-        observation = f"unseen or old with {count} of {len(evidence) - 1} other nodes, either way"
+        observation = f"unseen or old, in one direction or both, with {count} of {len(evidence) - 1} other nodes"
         yield Finding(host, subject, observation, "seen, and replaced")
     winners = [host for host in sorted(evidence) if evidence[host]["won"]]
     if evidence and len(winners) != 1:

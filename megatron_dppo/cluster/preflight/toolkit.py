@@ -30,8 +30,8 @@ from megatron_dppo.system import toolkit as cuda_toolkit
 _COMPILE_S = 120.0
 
 
-# The first header rejects an nvcc whose version differs from the version of the toolkit's headers, for example the
-# wheel of nvcc 13.5 with the wheels of headers 13.0.
+# ``cuda/std/version`` rejects an nvcc whose version differs from the version of the toolkit's headers. For example, one
+# wheel may have nvcc 13.5, and another wheel the headers of CUDA 13.0.
 _KERNEL = """\
 #include <cuda/std/version>
 #include <cuda_bf16.h>
@@ -58,7 +58,8 @@ def toolkit_here(python: str, torch_cuda: str | None) -> dict[str, Any]:
 
     Returns:
         ``home`` and ``version`` of the toolkit, ``ninja``'s path, the ``driver``'s version, ``cuda`` (``torch_cuda``),
-        and ``failed``, the first error of the compilation. A value is None if this machine does not have it.
+        and ``failed``, the first error of the compilation. A missing tool or version is None. ``failed`` is None if
+        the compilation succeeds, and if nothing can be compiled without ``home`` and ``version``.
     """
     path = cuda_toolkit.tool_path(os.environ, python)
     home = cuda_toolkit.toolkit_home(os.environ)
@@ -98,10 +99,11 @@ def _compile(home: Path, environment: Mapping[str, str]) -> str | None:
                 return str(error)
             if completed.returncode:
                 output = completed.stdout.splitlines()
-                # Later errors follow from the first one.
-                errors = [line for line in output if "error" in line] or output[-1:] or ["nothing"]
+                errors = [line for line in output if "error" in line]
+                # Show the first error, because later errors follow from it. Without an error, show the last line.
+                shown_lines = errors or output[-1:] or ["nothing"]
                 program = Path(command[0]).name
-                return f"{program} exits with code {completed.returncode}: {errors[0][:300]}"
+                return f"{program} exits with code {completed.returncode}: {shown_lines[0][:300]}"
     return None
 
 

@@ -61,7 +61,7 @@ STOP_AFTER = 1
 """Step after which the first run is stopped."""
 CONFIG = "rehearsal.yaml"
 PREPARED = "prepared.json"
-"""File with the omissions of a prepared rehearsal, for the process that runs it."""
+"""File that passes the rehearsal's omissions from the process that prepares a rehearsal to the process that runs it."""
 IMPORTS_LOG = "imports.log"
 """File with the output of the fork servers that import the libraries."""
 _GPUS_OF_A_NODE = 8
@@ -69,8 +69,8 @@ _LONGEST_VALUE = 80
 """Characters of a value in the list of changed keys."""
 _PREPARATIONS = 4
 """Number of phases before the first process starts."""
-_RUNS = 3
-"""Number of phases from the import of the libraries to the end of the second run."""
+_IMPORT_AND_RUNS = 3
+"""Number of phases after the preparations: the import of the libraries, and two runs."""
 # Rough memory and processor seconds of processes, for the estimate before a start.
 _SERVER_MIB = 1600
 _RANK_MIB = 300
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     hide_secrets()
     ends_early = options.dry_run or options.on_nodes is not None
-    phases = RehearsalPhases(_PREPARATIONS if ends_early else _PREPARATIONS + _RUNS)
+    phases = RehearsalPhases(_PREPARATIONS if ends_early else _PREPARATIONS + _IMPORT_AND_RUNS)
     try:
         return Rehearsal(options, phases).run()
     except KeyboardInterrupt:
@@ -260,6 +260,7 @@ class Rehearsal:
             return place(roles, Allocation(tuple(hosts)))
         except PlacementError as error:
             fault = str(error)
+            # The fault of too few nodes may name no key of the recipe.
             if "parallel." not in fault and "engine." not in fault:
                 fault = f"parallel.world_size: {fault}"
             raise ConfigError([fault], str(self.recipe)) from error
@@ -351,7 +352,7 @@ class Rehearsal:
             longest_prompt=problems.longest,
             has_own_tokenizer=has_own_tokenizer,
             servers=servers,
-            nodes=self.options.on_nodes,
+            node_device=self.options.on_nodes,
             unreachable=_unreachable(absent_services(config)),
         )
         if problems.has_toys and config.reward.name not in _REWARDS_OF_SUMS:
@@ -372,11 +373,12 @@ class Rehearsal:
             longest,
             all_to_all=config.megatron.get("cp_comm_type") == "a2a",
         )
-        engine = config.sglang.get("tp_size") or 1
+        server_ranks = config.sglang.get("tp_size") or 1
+        shape = known_model.shape
         if config.engine.quantization is not None:
-            sizes = tiny_model.sizes_for_blocks(sizes, parallel.sizes, known_model.shape, engine)
+            sizes = tiny_model.sizes_for_blocks(sizes, parallel.sizes, shape, server_ranks)
         elif inputs.on_gpus:
-            sizes = tiny_model.sizes_for_kernels(sizes, parallel.sizes, known_model.shape, engine)
+            sizes = tiny_model.sizes_for_kernels(sizes, parallel.sizes, shape, server_ranks)
         values = tiny_model.tiny_config(known_model, sizes, own_tokenizer=inputs.has_own_tokenizer)
         count = write_model(inputs.model, values, config.model.dtype, config.run.seed)
         say(f"  a random {known_model.shape.family} of {count:,} parameters: {sizes.describe()}")
@@ -544,7 +546,10 @@ def _mib(sample: UsageSample | None) -> dict[str, float | bool] | None:
 
 
 def _engine_table_faults(config: TrainConfig) -> list[str]:
-    """Return SGLang's errors about options that the rehearsal drops for its CPU server. The run checks all others."""
+    """Return SGLang's errors about the options that a rehearsal on CPUs drops, apart from ``ENGINE_SIZES``.
+
+    The start of the rehearsal's server checks the options that the rehearsal keeps.
+    """
     unchecked_keys = {*shrinking.KEPT_ENGINE_OPTIONS, *shrinking.ENGINE_SIZES}
     table = {key: value for key, value in config.sglang.items() if key not in unchecked_keys}
     if not forwarded.SGLANG.free(table):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_dppo.cluster.rehearsal.usage import UsageByPhase, usage_of
 from megatron_dppo.config import TrainConfig
-from megatron_dppo.demo.material import INTERRUPTED, run_to_the_end
+from megatron_dppo.demo.material import INTERRUPTED_CODES, run_to_the_end
 from megatron_dppo.launch import forked_ranks
 from megatron_dppo.metrics.records import last_step
 from megatron_dppo.system.fork_server import SharedForkServers
@@ -184,7 +184,7 @@ def share_imports(config: TrainConfig, log: Path) -> SharedForkServers:
     ``log``: file for the output of the fork servers.
     """
     servers = SharedForkServers()
-    # The runs inherit the variables of this process.
+    # The fork servers inherit the variables of this process, and need the variables of the runs.
     os.environ.update(LOCAL.environment)
     with log.open("wb") as file:
         forked_ranks.share_imports(servers, config, file.fileno())
@@ -246,7 +246,7 @@ def _text_from(path: Path, position: int) -> str:
 
 def was_interrupted(attempt: RehearsalRun) -> bool:
     """Whether the user, and not the rehearsal, ended the attempt."""
-    return attempt.code in INTERRUPTED and not attempt.was_stopped
+    return attempt.code in INTERRUPTED_CODES and not attempt.was_stopped
 
 
 def _cpu_of_children() -> float:

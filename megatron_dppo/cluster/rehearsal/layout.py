@@ -58,6 +58,7 @@ def _with_fewer_ranks(sizes: LayoutSizes) -> LayoutSizes:
             continue
         factor = _smallest_factor(size)
         smaller = replace(sizes, world_size=sizes.world_size // factor)
+        # ``data`` is no field: it follows from ``world_size``.
         if name != "data":
             smaller = replace(smaller, **{name: size // factor})
         if smaller.pipeline == 1:

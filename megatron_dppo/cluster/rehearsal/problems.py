@@ -91,11 +91,11 @@ def make_problems(
     longest = 1
     for number, (key, file, row_count) in enumerate(files):
         path = folder / f"{number}.jsonl"
-        fault = data_files(file.path).fault
-        if fault is None:
+        expected = data_files(file.path).fault
+        if expected is None:
             rows = _shortest_rows(key, file, row_count)
         else:
-            reason = f"{file.path} is not here (expected {fault}); toy sums replace it"
+            reason = f"{file.path} is not here (expected {expected}); toy sums replace it"
             absences.append(Absence(key, reason))
             rows = [_under_keys(row, file) for row in toy_rows(row_count, seed=number)]
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)

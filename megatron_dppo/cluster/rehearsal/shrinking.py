@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,7 +115,7 @@ class RehearsalInputs:
         servers: number of servers to start.
         unreachable: keys of tables whose service does not answer, each with the reason.
         scores_toys: whether the recipe's reward scores the toy problems that replace its data.
-        nodes: kind of the nodes' devices if the rehearsal runs on a cluster; None: it runs on this machine's CPUs.
+        node_device: kind of device on the nodes of a rehearsal on a cluster; None: it runs on this machine's CPUs.
     """
 
     directory: Path
@@ -126,12 +127,12 @@ class RehearsalInputs:
     servers: int = 1
     unreachable: Mapping[str, str] = field(default_factory=dict)
     scores_toys: bool = True
-    nodes: DeviceOfNodes | None = None
+    node_device: DeviceOfNodes | None = None
 
     @property
     def on_gpus(self) -> bool:
         """Whether ranks and servers use GPUs."""
-        return self.nodes == "gpu"
+        return self.node_device == "gpu"
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def _changes(
         "parallel": {
             **parallel.model_dump(),
             **small_stages(parallel),
-            "interface": None if inputs.nodes is None else config.parallel.interface,
+            "interface": None if inputs.node_device is None else config.parallel.interface,
             "collective_timeout_s": max(parallel.collective_timeout_s, _WAIT_S),
         },
         "training": {
@@ -264,7 +265,7 @@ def _changes(
             "host": "127.0.0.1",
             "port": None,
             "device": "cuda" if inputs.on_gpus else "cpu",
-            "python": None if inputs.nodes is None else config.engine.python,
+            "python": None if inputs.node_device is None else config.engine.python,
             "max_restarts": 0,
             "start_timeout_s": max(config.engine.start_timeout_s, _WAIT_S),
             "hang_timeout_s": max(config.engine.hang_timeout_s, _HANG_S),
@@ -298,9 +299,9 @@ def _batch_sizes(config: TrainConfig, parallel: ParallelConfig) -> tuple[int, in
     """
     # Every replica needs a micro-batch for each pipeline stage.
     least_responses = parallel.data * parallel.pipeline
-    mini_batch = max(2, parallel.data, -(-least_responses // _group_size(config)))
+    least_prompts = math.ceil(least_responses / _group_size(config))
     # The replicas divide a mini-batch evenly.
-    mini_batch = ceil_to(mini_batch, parallel.data)
+    mini_batch = ceil_to(max(2, least_prompts), parallel.data)
     recipe_steps = config.rollout.prompts_per_step // config.training.prompts_per_mini_batch
     steps = 2 if recipe_steps > 1 else 1
     return mini_batch, mini_batch * steps
@@ -402,7 +403,7 @@ def _replaced_parts(
 
 
 def _engine_parts(config: TrainConfig, inputs: RehearsalInputs) -> Iterator[Omission]:
-    if config.parallel.interface is not None and inputs.nodes is None:
+    if config.parallel.interface is not None and inputs.node_device is None:
         yield Omission("parallel.interface", "all ranks are on one machine")
     engine = config.engine
     if engine.servers_to_start != inputs.servers or engine.urls:
@@ -420,10 +421,12 @@ def _engine_parts(config: TrainConfig, inputs: RehearsalInputs) -> Iterator[Omis
 
 
 def _dropped_options(config: TrainConfig, inputs: RehearsalInputs) -> dict[str, list[str]]:
-    """Return the options of each table that choose GPU kernels or GPU memory; none if the rehearsal has GPUs."""
+    """Return the options of each table that a rehearsal on CPUs drops; none if the rehearsal has GPUs.
+
+    ``ENGINE_SIZES`` are not in the result: ``shrink`` drops them, and ``_engine_parts`` reports only ``tp_size``.
+    """
     if inputs.on_gpus:
         return {"sglang": [], "megatron": [], "megatron_optimizer": []}
-    # Leave out the sizes of a server: ``shrink`` drops them, and ``omissions`` reports ``tp_size`` in an extra entry.
     unlisted_keys = {*KEPT_ENGINE_OPTIONS, *ENGINE_SIZES}
     return {
         "sglang": [key for key in config.sglang if key not in unlisted_keys],

@@ -23,7 +23,7 @@ _GUESSED_MOE, _GUESSED_DENSE = "qwen3-30b-a3b-base", "qwen3-1.7b-base"
 HEAD_DIM = 16
 HIDDEN = 64
 _EXPERT_ROWS = 32
-"""Rows of an expert on each rank that shares it. A dense MLP has twice as many rows."""
+"""Rows of an expert on one rank, after the ranks have divided the expert. A dense MLP has twice as many rows."""
 _LEAST_LAYERS = 2
 _MOST_CHOICES = 4
 """Largest number of experts of a token."""
@@ -124,9 +124,9 @@ def tiny_sizes(
         layout: layout of the trainer.
         shape: the recipe's own model.
         longest: tokens of the longest sequence.
-        all_to_all: whether the recipe's context-parallel ranks exchange heads for tokens (``cp_comm_type: a2a``). On
-            GPUs, the ranks then divide the key-value heads of a tensor-parallel rank. On CPUs, context-parallel ranks
-            always exchange heads for tokens, and divide only the query heads.
+        all_to_all: whether the recipe sets ``cp_comm_type: a2a``. On GPUs, context-parallel ranks then divide the
+            query heads and the key-value heads of a tensor-parallel rank. On CPUs, context-parallel ranks always
+            divide the query heads, and repeat key-value heads whose number they do not divide.
     """
     tensor = layout.tensor
     group_ranks = tensor
@@ -135,7 +135,6 @@ def tiny_sizes(
     if shape.num_query_groups % tensor == 0:
         # The ranks divide the key-value heads. A recipe's model with several such heads gets at least two.
         groups = max(group_ranks, min(2, shape.num_query_groups))
-        groups = math.lcm(group_ranks, groups)
     else:
         # There are fewer key-value heads than ranks, as in the recipe's model, and each rank holds a part of a head.
         groups = shape.num_query_groups
@@ -151,8 +150,8 @@ def tiny_sizes(
         choices = min(shape.experts_per_token, _MOST_CHOICES, experts // 2)
         moe_ffn = _EXPERT_ROWS * layout.expert_tensor_size
         if shape.router.has_bias:
-            # In models whose router has a bias, the shared expert has the width of one or several experts, and tensor
-            # parallelism divides it.
+            # In models whose router has a bias, the shared expert is as wide as one or several experts. Tensor-parallel
+            # ranks divide the shared expert.
             moe_ffn = _EXPERT_ROWS * math.lcm(layout.expert_tensor_size, tensor)
     chunks = layout.virtual_pipeline or 1
     layers = layout.pipeline * chunks
@@ -184,32 +183,32 @@ def sizes_for_kernels(
     sizes: TinySizes,
     layout: LayoutSizes,
     shape: ModelShape,
-    engine: int,
+    server_ranks: int,
 ) -> TinySizes:
-    """Return ``sizes`` with widths that GPU kernels support, and heads that servers of ``engine`` ranks divide.
+    """Return ``sizes`` with widths that GPU kernels support, and heads that servers of ``server_ranks`` ranks divide.
 
     A head is as wide as in the recipe's model, because attention kernels support only few widths. These sizes have not
     run on a GPU yet.
     """
     groups = sizes.groups
-    heads = math.lcm(sizes.heads, engine)
-    # The ranks of a server divide the key-value heads, or several ranks hold the same head. If the number of heads
-    # allows neither, there are more heads.
-    if groups % engine and engine % groups:
-        groups = math.lcm(groups, engine)
+    heads = math.lcm(sizes.heads, server_ranks)
+    # The ranks of a server divide the key-value heads, or several ranks hold the same head. If neither is possible with
+    # ``groups`` heads, raise the numbers of heads.
+    if groups % server_ranks and server_ranks % groups:
+        groups = math.lcm(groups, server_ranks)
         heads = math.lcm(heads, groups)
     hidden = 4 * _KERNEL_ROWS
     if not _has_own_head_dim(shape):
         hidden = heads * shape.head_dim
     moe_ffn = 0
     if sizes.experts:
-        moe_ffn = _KERNEL_ROWS * math.lcm(layout.expert_tensor_size, engine)
+        moe_ffn = _KERNEL_ROWS * math.lcm(layout.expert_tensor_size, server_ranks)
     return replace(
         sizes,
         heads=heads,
         groups=groups,
         hidden=hidden,
-        ffn=2 * _KERNEL_ROWS * math.lcm(layout.tensor, engine),
+        ffn=2 * _KERNEL_ROWS * math.lcm(layout.tensor, server_ranks),
         moe_ffn=moe_ffn,
         head_dim=shape.head_dim,
     )
@@ -219,10 +218,10 @@ def sizes_for_blocks(
     sizes: TinySizes,
     layout: LayoutSizes,
     shape: ModelShape,
-    engine: int,
+    server_ranks: int,
 ) -> TinySizes:
-    """Return ``sizes`` for FP8 weights: each of a server's ``engine`` ranks has whole blocks of 128 x 128 elements."""
-    wide_sizes = sizes_for_kernels(sizes, layout, shape, engine)
+    """Return ``sizes`` for FP8 weights: each of ``server_ranks`` ranks has whole blocks of 128 x 128 elements."""
+    wide_sizes = sizes_for_kernels(sizes, layout, shape, server_ranks)
     hidden = wide_sizes.hidden
     if not _has_own_head_dim(shape):
         hidden = wide_sizes.heads * BLOCK
@@ -230,9 +229,10 @@ def sizes_for_blocks(
 
 
 def _has_own_head_dim(shape: ModelShape) -> bool:
-    """Return whether the hidden size is independent of the heads: every Qwen3 config.json has ``head_dim``.
+    """Return whether the tiny model's hidden size is independent of its heads.
 
-    In all other families, hidden = heads x width of a head, because their config.json may have no ``head_dim``.
+    In Qwen3 families, every config.json has ``head_dim``. In other families, config.json may have no ``head_dim``, and
+    then hidden = heads x width of a head.
     """
     return shape.family.startswith("qwen3")
 
@@ -317,6 +317,7 @@ def _with_outer_values(known_model: KnownModel, values: Mapping[str, Any]) -> di
     table = family_of(known_model.shape).text_table
     if table is None:
         return dict(values)
+    # ``values`` has the keys of both levels. Keys that the recipe's file has outside of the table stay outside.
     outer_values = {key: values[key] for key in known_model.values if key in values}
     text_values = {key: value for key, value in values.items() if key not in outer_values}
     text_values["model_type"] = known_model.values[table]["model_type"]

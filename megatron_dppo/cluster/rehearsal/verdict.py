@@ -12,13 +12,14 @@ from megatron_dppo.cluster.rehearsal.usage import MIB, UsageByPhase
 from megatron_dppo.config import TrainConfig
 from megatron_dppo.metrics.verdict import VerdictRow, verdict_table
 
+_REAL_WEIGHTS = Omission(
+    "real weights", "the model is random and tiny; `megatron-dppo convert` reads the real one"
+)
 NEVER = (
     Omission("GPU kernels", "attention, grouped GEMM, FP8 and Transformer Engine run only on GPUs"),
     Omission("NCCL", "ranks and servers exchange tensors over gloo on one machine"),
     Omission("GPU memory and speed", "see `megatron-dppo plan`"),
-    Omission(
-        "real weights", "the model is random and tiny; `megatron-dppo convert` reads the real one"
-    ),
+    _REAL_WEIGHTS,
 )
 """Parts of any recipe that a rehearsal on the CPUs of one machine does not cover."""
 
@@ -29,11 +30,11 @@ NEVER_ON_NODES: Mapping[str, Sequence[Omission]] = {
             "GPU kernels, GPU memory and speed", "the ranks and servers ran on the nodes' CPUs"
         ),
         Omission("NCCL", "ranks and servers exchanged tensors over gloo, on the nodes' network"),
-        NEVER[-1],
+        _REAL_WEIGHTS,
     ),
     "gpu": (
         Omission("GPU memory and speed", "the model is tiny; see `megatron-dppo plan`"),
-        NEVER[-1],
+        _REAL_WEIGHTS,
     ),
 }
 """Parts of any recipe that a rehearsal on a cluster does not cover, by the kind of device of its nodes."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 END_PROBABILITY = 0.15
 """Probability of the end-of-sequence token after a random token."""
 _COMMON_LENGTH = 1.5
-"""Length of the vector that is added to all embeddings / the mean length of an embedding."""
+"""Length of the vector that is added to all embeddings, as a multiple of the mean length of an embedding."""
 # The end's probability is measured on this many random sequences, each of this many tokens.
 _SAMPLED_SEQUENCES = 8
 _SAMPLED_TOKENS = 32
@@ -72,6 +72,7 @@ def _make_likely(model: PreTrainedModel, end: int) -> None:
     log_sum_of_others = logits.logsumexp(dim=1)
     # The row will be scale * common, so that the logit of ``end`` is scale * end_logit.
     end_logit = states @ common
+    # Where scale * end_logit = log_sum_of_others, the probability is 1/2. A scale 4 times as large is an ample bound.
     lowest_scale = 0.0
     highest_scale = 4 * float(log_sum_of_others.mean() / end_logit.mean())
     for _ in range(_HALVINGS):

@@ -69,7 +69,7 @@ def decide(
     """
     if finished:
         return Decision("done", "", 0, requeue=False)
-    # "succeeded": another start has taken over the run.
+    # "succeeded" is no success: another start of the run has taken the place of this start.
     if outcome.ending in ("succeeded", "refused"):
         return Decision(outcome.ending, outcome.detail, outcome.code, requeue=False)
     # Check this before the failures: steps that Slurm ended along with the job look like failed steps.

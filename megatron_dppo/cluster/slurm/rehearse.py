@@ -103,9 +103,9 @@ class _RehearsalSetup:
 
 
 def _supervised(recipe: Path, site: Path | None) -> RunForm:
-    """Return the form of the runs. Each run is supervised in this job, and SIGUSR2 stops it, as ``slurm stop`` does.
+    """Return the form of the runs: ``slurm supervise`` starts each run in this job, and SIGUSR2 stops the run.
 
-    The nodes get the roles that ``recipe`` gives them, because the tiny recipes of the runs have other sizes.
+    The ranks and servers of ``recipe`` are placed, because servers in the runs' configuration may be smaller.
     """
     flags = ["--once", f"--roles-of={recipe}"]
     if site is not None:

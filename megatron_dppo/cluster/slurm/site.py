@@ -194,7 +194,7 @@ class SiteConfig(Section):
         return f"--ntasks-per-node={self.processes_per_node}"
 
     def form(self, folder: str, *, server: bool) -> StepForm:
-        """Return the form of the steps in ``folder`` that run ranks, or servers and router if ``server`` is true."""
+        """Return the form of steps in ``folder``. ``server``: whether they run servers and router instead of ranks."""
         return self.container.form(
             folder,
             server=server,

@@ -135,7 +135,7 @@ def _flag_complaint(word: str, following: Iterator[str], form: FlagForm) -> str 
         return f"expected --name=value in one word, or --{', --'.join(sorted(form.alone))}"
     if not re.fullmatch(r"-[a-zA-Z].*", word, re.DOTALL):
         return "expected an option such as --constraint=h100"
-    # One word may have several short options. A letter ends at ``end``.
+    # One word may have several short options. ``word[end:]`` is the text after ``letter``.
     for end, letter in enumerate(word[1:], start=2):
         if letter in form.refused:
             return f"with -{letter} the program starts nothing, or returns only at the job's end"
@@ -293,10 +293,10 @@ def _shell_faults(site: SiteConfig) -> Iterator[str]:
 
 
 def server_option_faults(sections: ServerSections | None, site: SiteConfig) -> Iterator[str]:
-    """Report values of the ``sglang:`` table that SGLang refuses, in the Python of the servers.
+    """Report values of the ``sglang:`` table that the SGLang in the servers' Python refuses.
 
-    The result is empty if the run starts no server. (``sections`` is None if the run generates nothing.) It is also
-    empty if the servers' Python can't run on this machine: the job's check on its first node then finds the faults.
+    ``sections`` is None if the run generates nothing. The result is empty if the run starts no server, or if the
+    servers' Python can't be asked on this machine. In the second case, the job's check on its first node finds faults.
     """
     if sections is None or not sections.engine.servers_to_start or not SGLANG.free(sections.sglang):
         return
@@ -313,12 +313,12 @@ def server_option_faults(sections: ServerSections | None, site: SiteConfig) -> I
 
 
 def _mount_faults(paths: Mapping[str, Path], container: ContainerConfig) -> Iterator[str]:
-    """Report ``paths`` of the run, by key, that are missing inside the container of its ranks and servers."""
+    """Report paths of the run that a container does not see under the same path. ``paths``: path by key."""
     folders = container.seen_inside(str(Path.cwd()))
     for key, path in paths.items():
         if not any(path.absolute().is_relative_to(folder) for folder in folders):
             yield (
-                f"container.mounts: {key} is in none of them under its own path, expected such as "
+                f"container.mounts: {key} is in no mount that has one path outside and inside, expected such as "
                 f"{path.absolute().parent}:{path.absolute().parent}"
             )
 
@@ -458,7 +458,7 @@ class Submission:
     def _second_group(self, node_counts: Sequence[int]) -> list[str]:
         """Return the options of the servers' nodes, the second group of a heterogeneous job.
 
-        sbatch ignores the options in the script for this group.
+        These options are complete: sbatch applies the script's #SBATCH lines only to the first group.
         """
         site = self.site
         options = {"account": site.account, "qos": site.qos, "time": site.time}
@@ -515,7 +515,7 @@ class Submission:
 
 
 def _paths_of_data(path: str) -> dict[str, Path]:
-    """Return the first file of each folder of a data path, by a name for messages."""
+    """Return one file of each folder in which the data path has files, by the file's name in messages."""
     expanded = data_files(path)
     if not expanded.is_several:
         return {f"data: {path}": Path(path)}

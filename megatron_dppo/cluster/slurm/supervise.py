@@ -154,6 +154,7 @@ def deadlines(ends: float | None, margin_s: float) -> dict[Stop, float]:
     """Return when a job that ends at ``ends`` must save a checkpoint, and when it must end even without saving."""
     if ends is None:
         return {}
+    # If the margin is short, the run has two thirds of the margin to save its checkpoint.
     return {TIME: ends - margin_s, OVERTIME: ends - min(_END_S, margin_s / 3)}
 
 
@@ -368,8 +369,8 @@ class Start:
         node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         attempt = self._book.begin(Attempt(job.id, job.attempt, node, names, time.time()))
         outcome = self._outcome()
-        # The count of fruitless starts includes this attempt, so read its last checkpoint now. Its ``why`` is
-        # provisional: the decision replaces it.
+        # Read this attempt's last checkpoint now, because the count of fruitless starts includes this attempt. The
+        # reason "failed" is provisional: the reason of the decision replaces "failed".
         ended_attempt = self._book.reached(replace(attempt, why="failed", ended=time.time()))
         this_attempt = (job.id, job.attempt)
         earlier_attempts = [a for a in self._book.all() if (a.job, a.attempt) != this_attempt]
@@ -599,8 +600,8 @@ def _requeue(job: Job, decision: Decision) -> int:
         return decision.code or 1
     if decision.exclude:
         _exclude(job, decision.exclude)
-    # A requeue also sends SIGTERM to this process. While the caller listens with ``stops``, the signal is only noted:
-    # wait for the signal before the caller's ``stops`` end.
+    # A requeue also sends SIGTERM to this process. Wait for SIGTERM while the caller's ``stops.listening()`` handles
+    # signals: there, SIGTERM only adds a stop to ``stops``, and does not replace the exit code 0.
     time.sleep(_REQUEUE_SIGNAL_S)
     return 0
 

@@ -111,7 +111,7 @@ def test_a_rehearsal_on_nodes_keeps_their_python_and_network_and_on_gpus_the_ker
     inputs = inputs_of(tmp_path, config)
     on_cpus, on_gpus = (
         shrinking.shrink(
-            config, config.parallel, dataclasses.replace(inputs, nodes=kind, servers=3)
+            config, config.parallel, dataclasses.replace(inputs, node_device=kind, servers=3)
         )
         for kind in ("cpu", "gpu")
     )
@@ -123,7 +123,7 @@ def test_a_rehearsal_on_nodes_keeps_their_python_and_network_and_on_gpus_the_ker
     assert "attention_backend" not in on_cpus.sglang
     assert on_gpus.sglang == config.sglang
     assert on_gpus.megatron == config.megatron
-    gpu_inputs = dataclasses.replace(inputs, nodes="gpu")
+    gpu_inputs = dataclasses.replace(inputs, node_device="gpu")
     left_out = {o.key for o in shrinking.omissions(config, config.parallel, gpu_inputs)}
     assert not left_out & {"sglang", "megatron", "sglang.tp_size", "parallel.interface"}
 
