@@ -313,7 +313,7 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
     for metric in in_panel("gap"):
         assert metric.line is not None
         upper = max(BY_METRIC[metric.name].upper(run.dtype) for run in runs)
-        # ``plot_metrics`` returns no handles for a metric without rows.
+        # ``plot_metrics`` returns no handle if no run recorded the metric.
         for handle in plot_metrics(axes, runs, [metric], log=True):
             handle.set_label(f"{metric.line.legend} (at most {upper:g})")
             handles.append(handle)
@@ -612,7 +612,7 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path) -> P
     if len(directories) > len(RUN_COLOURS):
         raise ValueError(
             f"{len(directories)} runs in one picture, expected at most {len(RUN_COLOURS)}: "
-            f"so many colours can be told apart"
+            "no more colours can be told apart"
         )
     infos = [RunInfo.of_run(directory) for directory in directories]
     runs = []

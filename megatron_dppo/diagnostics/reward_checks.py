@@ -64,8 +64,8 @@ def read_checks(path: Path) -> list[RewardCheck]:
             right_checks.append(RewardCheck(number, record["solution"], str(record["answer"]), 1.0))
     if not right_checks:
         raise DataError(
-            f"{path}: no line has a 'solution', expected a worked solution as text there, whose answer is the line's "
-            f"'answer'; the first line has {keys(records[0])}"
+            f"{path}: no line has a 'solution', expected under 'solution' a text that works out the line's 'answer'; "
+            f"the first line has {keys(records[0])}"
         )
     answers = [check.answer for check in right_checks]
     wrong_checks: list[RewardCheck] = []

@@ -96,8 +96,9 @@ class RunView:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        # Each of the two tuples is replaced as a whole, because several threads answer requests.
-        # Stamp of the metrics file when it was read, and its rows.
+        # Several threads answer requests, so each of the next two tuples is replaced as a whole.
+
+        # Stamp of the metrics file when it was read, and the rows of the file.
         self._read: tuple[object, list[Record]] = (None, [])
         # Time and result of the last check of the run's processes.
         self._seen = (-math.inf, "")
@@ -171,6 +172,7 @@ class RunView:
             return {"sets": [], "samples": []}
         sets: set[str] = set()
         selected_samples: list[Json] = []
+        # The newest step comes first, so the first matches are the newest.
         for sample in read_samples(self.directory):
             sets.add(sample.set)
             is_of_kind = kind not in KINDS or KINDS[kind].includes(sample)
@@ -204,6 +206,7 @@ class RunView:
             return None
 
     def _steps(self) -> int | None:
+        """Read the configured number of steps; None if it cannot be read."""
         try:
             text = (self.directory / records.CONFIG_FILE).read_text(encoding="utf-8")
             return int(yaml.safe_load(text)["run"]["steps"])
@@ -217,7 +220,7 @@ class RunView:
             return state_text(require_run(str(self.directory)))
         except (RunError, OSError):
             if self.records():
-                return "no start of this run is noted: what is in the folder is shown"
+                return "no start of this run is noted; the page shows the folder's content"
             return "waiting: no start of a run is noted in this folder"
 
     def _phases(self, recorded: Sequence[Record]) -> Json:
@@ -278,7 +281,7 @@ class RunView:
         dtype = info.dtype if info else "float32"
         bounds: dict[str, float] = {}
         for name in metrics:
-            normal = METRICS[name].normal if name in METRICS else None
+            normal = _ROWS[name].normal if name in _ROWS else None
             if normal is not None and math.isfinite(normal.upper(dtype)):
                 bounds[name] = normal.upper(dtype)
         return bounds

@@ -161,7 +161,8 @@ def answer_to(content: bytes) -> bytes:
     """Parse an answer in the worker; return the reply that ``parsed_of`` reads.
 
     The trajectories' arrays are in one file in shared memory. The reader maps the file and removes it. If shared memory
-    is full, the arrays are part of the reply. The reply is pickled, because both sides are this program.
+    is full, the arrays are part of the reply. The reply is pickled: unpickling it is safe, because the worker runs this
+    program.
     """
     arrays: list[pickle.PickleBuffer] = []
     try:

@@ -184,9 +184,9 @@ class EngineTensors:
         if is_expert and not self.quantized:
             multiple = EXPERT_MULTIPLE[self.device]
             if multiple > 1:
-                # SGLang pads an expert's dimension to a multiple of ``multiple`` times layout.tensor. Only
-                # layout.tensor / layout.expert ranks share the dimension. So the share of a rank is a multiple of
-                # ``multiple`` times layout.expert.
+                # SGLang on a CPU pads an expert's dimension to a multiple of multiple * layout.tensor. Only
+                # layout.tensor / layout.expert ranks share the dimension. So the share of a rank is a multiple of the
+                # quotient: multiple * layout.expert.
                 multiple *= self.layout.expert
         for block, end in _blocks_with_ends(parameter):
             start = sizes.get(tensor, 0)

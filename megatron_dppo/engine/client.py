@@ -329,7 +329,7 @@ class EngineClient(HttpClient):
     is_paused = False
     """Set by the code that pauses the server. ``watch`` does not test a paused server: it generates nothing."""
     _ways: frozenset[Way] = frozenset()
-    """The ways in which recordings arrive, as the last log message about them named them."""
+    """The ways in which recordings arrived, as last logged. A new way causes a new log message."""
     parser = AnswerParser(smallest=None)
 
     async def generate(
@@ -469,6 +469,8 @@ class EngineClient(HttpClient):
             if silent_s > pause:
                 # Request a token, to find out whether the server hangs or only has nothing to generate.
                 probe_start = clock()
+                # Before the first answer, ``limit`` may be longer than ``hang_timeout_s``. A probe waits at most
+                # ``hang_timeout_s``.
                 probe_s = min(limit - silent_s, hang_timeout_s)
                 is_generating = await self.is_generating(probe_s)
                 # The server may have been paused while the probe waited.

@@ -120,6 +120,7 @@ def first_tokens(trajectory: Trajectory, sampled: int) -> Trajectory:
     if sampled == trajectory.sampled:
         return trajectory
     tokens = len(trajectory.prompt_ids) + sampled
+    # The last token is never an input, so it has no row in columns of inputs.
     rows = {Rows.SAMPLED: sampled, Rows.INPUT: tokens - 1}
     columns: dict[str, np.ndarray] = {}
     for name, array in trajectory.columns.items():
@@ -163,7 +164,7 @@ def join(partial: Trajectory, answer: Trajectory) -> Trajectory:
 
 
 def _repeated_rows(name: str, partial: Trajectory) -> int:
-    """Return how many rows of ``partial``'s tokens the next answer has in this column."""
+    """Return how many rows of ``partial``'s column ``name`` the next answer repeats."""
     if declared_column(name).rows is Rows.SAMPLED:
         return 0
     return len(partial.columns[name])
@@ -185,8 +186,8 @@ def _joined_routing(partial: Trajectory, answer: Trajectory) -> dict[str, np.nda
     if versions_before is None:
         versions_before = _routing_versions(partial, partial.sampled)
     if routing_after is None and answer.length - partial.length > answer.sampled:
-        # The rows of the tokens between two turns are lost too. These tokens were not sampled, so no version can mark
-        # their rows: discard the whole routing.
+        # The tokens between two turns have lost rows too. The column of versions has entries of sampled tokens only. So
+        # it cannot mark the rows of other tokens as lost: discard the whole routing.
         return {}
     if routing_after is None:
         # Fill the lost rows with valid expert ids, because a recording is checked as a whole.

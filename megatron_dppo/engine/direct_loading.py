@@ -206,6 +206,7 @@ class TensorPlaces:
         self._device = next(iter(flat_tensors.values())).device
         filled_tensors: set[str] = set()
         for name, parts in table.parts.items():
+            # SGLang's loader must receive some tensors a second time, under another name.
             self._repeated.update(engine_inputs(table.shape, name)[1:])
             own_parts = [part for part in parts if part.rank == rank]
             filled_tensors.update(part.tensor for part in own_parts)
@@ -311,7 +312,10 @@ class TensorPlaces:
         return ReceivedBucket(names, dtypes, shapes, data)
 
     def _held_blocks(self, bucket: ReceivedBucket) -> Iterator[tuple[Tensor, _Place]]:
-        """Yield each block of a whole bucket that this rank holds unchanged, as a view of the bucket, and its place."""
+        """Yield blocks of a whole bucket, each as a view of the bucket, with its place on this rank.
+
+        A place where the engine holds 1 + the block is left out.
+        """
         for name, dims, flat in zip(
             bucket.names, bucket.shapes, bucket.flat_tensors(), strict=True
         ):
@@ -349,8 +353,8 @@ class TensorPlaces:
     def _check_ignored(self, name: str) -> None:
         """Raise unless the update works without the tensor ``name``.
 
-        This holds for the tensor of the probe, which changes nothing, and for a tensor that is sent under a second name
-        because another server uses SGLang's loader.
+        The update works without ``PROBE`` of ``engine/weights.py``: no model has this tensor. It also works without the
+        second copy of a tensor that is sent under two names: only servers with SGLang's loader need the second name.
         """
         if name in self._repeated or "rotary_emb.inv_freq" in name:
             return
@@ -500,7 +504,7 @@ class DirectLoader:
             self._kept.append(self._tensor_places.kept_copies(weights).carry_out)
         else:
             self._tensor_places.load_received(weights)
-        # Within an update, SGLang derives these tensors once, at the update's end.
+        # Let the model derive tensors from the loaded tensors. Within an update, SGLang does so once, at its end.
         if not self._is_updating and hasattr(self._model, "post_load_weights"):
             self._model.post_load_weights()
         return None

@@ -70,14 +70,15 @@ class Update:
         self.rollout = start.log_probs + noise.to(bench.device)
         self.rollout_topk = torch.cat([start.topk_log_probs, self.rollout[:, None]], 1)
         self.valid = torch.ones(tokens, k + 1, dtype=torch.bool, device=bench.device)
-        # The last column is the sampled token. If the other columns are the whole vocabulary, they already contain it.
+        # The last column is the sampled token. The column is invalid if the other columns are the whole vocabulary:
+        # then they contain the sampled token too.
         self.valid[:, -1] = not algorithm.needs_full_distribution
         self.advantages = bench.coefficients.clone()
         if skipped is not None:
             self.advantages[skipped] = 0
         self.trained = torch.ones(tokens, dtype=torch.bool, device=bench.device)
         self.responses = torch.arange(tokens, device=bench.device) // RESPONSE_TOKENS
-        # Number of ids that are neither in the Top-K nor sampled.
+        # Number of ids that are neither in the Top-K nor sampled, if the sampled id is not in the Top-K.
         self.tail = torch.full_like(self.responses, max(0, vocab_size - k - 1))
 
     def policy_statistics(self, logits: Tensor, topk: bool, *, entropy: bool = True) -> PolicyStats:
@@ -204,7 +205,7 @@ def evenly_spread(count: int, share: float) -> Tensor:
 
 
 def _never(name: str, topk: int) -> dict[str, float | int]:
-    """Return numbers for the algorithm ``name`` that let its mask block nothing."""
+    """Return options of the algorithm ``name``: thresholds with which its mask blocks nothing, and K of the Top-K."""
     algorithm = build_algorithm(name)
     options: dict[str, float | int] = {k: v for k, v in NEVER.items() if k in algorithm.numbers}
     if algorithm.topk:

@@ -11,9 +11,10 @@ from rich.table import Column, Table
 from megatron_dppo.diagnostics.pages import SummaryTable
 
 LEGEND = (
-    "x first: time (on a CPU: of all threads) / time of the first row. % copy: rate at which the least traffic (the "
-    "forward pass reads the logits, the backward pass reads and overwrites them) was done, in % of the rate of a "
-    "measured copy. peak: memory beyond the logits / memory of the logits. all-reduces: of payloads, + of integers."
+    "x first: time (on a CPU: of all threads) / time of the first row. % copy: least traffic / time, in % of the rate "
+    "of a measured copy; in the least traffic, the forward pass reads the logits, and the backward pass reads and "
+    "overwrites the logits. peak: memory beyond the logits / memory of the logits. all-reduces: of payloads, + of "
+    "integers."
 )
 
 
@@ -119,7 +120,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    # ``barh`` draws the first row at the bottom, so reverse the rows.
     rows = result["implementations"][::-1]
+    # The first row is the update without a mask.
     masks = result["masks"][1:][::-1]
     figure, (left_axes, right_axes) = pyplot.subplots(1, 2, figsize=(13, 4), layout="constrained")
     names = [r["name"] for r in rows]

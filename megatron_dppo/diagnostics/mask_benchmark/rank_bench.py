@@ -62,8 +62,9 @@ class RankBench:
 
     def fresh(self) -> Tensor:
         """Return a leaf tensor with a copy of the logits, in the buffer; wait until every rank has one."""
-        # A backward pass may have overwritten the buffer.
+        # Whatever an implementation did to the last leaf, a detached buffer has no autograd history.
         self.buffer = self.buffer.detach()
+        # A backward pass may have overwritten the buffer.
         self.buffer.copy_(self.logits)
         leaf = self.buffer.view_as(self.buffer).requires_grad_()
         dist.barrier()
@@ -146,6 +147,7 @@ class RankBench:
         assert exact.grad is not None
         assert leaf.grad is not None
         exact_gradient = exact.grad[:, self.rank * width : (self.rank + 1) * width]
+        # The rank's logits may end with padding. The exact gradient has no padding.
         gradient = leaf.grad[:rows, : exact_gradient.shape[1]].double().cpu()
         log_prob_error = (log_probs[:rows].detach().double().cpu() - exact_log_probs.detach()).abs()
         return (
