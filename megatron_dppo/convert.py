@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     text = "prove Hugging Face -> Megatron -> Hugging Face byte-identical"
     converted = "folder made by hf-to-megatron"
     command("verify", _verify, text, hf="the original folder", megatron=converted)
-    text = "prove a layout's resharding and count its bytes; needs no weights"
+    text = "prove that engines get every weight from a trainer's layout, and count the bytes; needs no weights"
     _plan_arguments(command("plan", _plan, text))
     text = "a PEFT folder and its base -> Hugging Face shards"
     peft = "folder in PEFT's format"

@@ -90,7 +90,7 @@ def data_file_faults(data: schema.DataConfig) -> layout.Faults:
 
 
 def reward_faults(reward: RewardConfig) -> layout.Faults:
-    """Report a further reward with the name of the first reward's function: it would replace the first reward."""
+    """Report a further reward that has the first reward's key in ``reward.terms`` and would replace it."""
     if reward.first in reward.further:
         yield (
             f"reward.further.{reward.first}: is also the name of reward.name {reward.name}; expected another"
@@ -157,14 +157,15 @@ PROSE = {"data.system_prompt", "data.prompt_template", "rollout.stop", "prologue
 """Keys whose text is for the model, or is a script (``prologue`` of Slurm's site file). It may have several lines."""
 LARGEST_NUMBER = 2**63 - 1
 SPARE_POSITIONS = 2
-"""Positions that SGLang 0.5.23 leaves unused at the end of its context and of its cache. ``max_req_len`` is one less
-than these (``tp_worker.py``), and a response is truncated one position before ``max_req_len`` (``scheduler.py``).
+"""Positions that SGLang 0.5.23 leaves unused at the end of its context and of its cache. ``max_req_len`` is the length
+of the shorter of the two, minus 1 (``tp_worker.py``). A response is truncated one position before ``max_req_len``
+(``scheduler.py``).
 """
 PROMPT_SPARE_POSITIONS = 7
 """Positions of the context that a prompt must leave free in SGLang (``max_req_input_len``)."""
 LONGEST_WAIT_S = 10**8
-"""Longest time in seconds: three years. ``threading`` accepts a hundred times as much. ``select`` and the timers of C++
-libraries accept less than ``threading``."""
+"""Longest time in seconds: three years. ``threading`` and ``select.select`` accept a hundred times as much.
+``select.poll`` accepts only 24 days."""
 
 
 def unusable_values(config: Section) -> list[str]:
@@ -275,8 +276,9 @@ def length_faults(
         for section, response in longest_responses.items():
             section_spare = spare
             if generates and section == "rollout" and rollout.interrupt == "abort":
-                # After an abort, the prompt and the response so far are the next request's prompt. At least the last
-                # token of the response is missing then, so this prompt is shorter than the whole sequence.
+                # After an abort, the prompt and the response so far are the next request's prompt. This prompt lacks at
+                # least the last token of the whole sequence. If the sequence leaves prompt_spare - 1 positions free,
+                # the prompt leaves prompt_spare positions free.
                 section_spare = prompt_spare - 1
             reason = _positions(owner, positions, str(section_spare), generates)
             usable_positions = positions - section_spare
@@ -320,8 +322,8 @@ def environment_faults(
     has_sequence_rule = algorithm in PRESETS and PRESETS[algorithm].sequences
     if environment.credit == "turn" and has_sequence_rule:
         yield (
-            f"environment.credit: got turn with algorithm.name {algorithm}, expected trajectory: its rule is of whole "
-            "responses with one advantage"
+            f"environment.credit: got turn with algorithm.name {algorithm}, expected trajectory: the rule of "
+            f"{algorithm} needs one advantage for a whole response"
         )
     least_tokens = max_prompt_tokens + rollout.max_response_tokens
     if environment.max_tokens is not None and environment.max_tokens < least_tokens:
@@ -393,8 +395,8 @@ def quantization_faults(config: schema.TrainConfig, model: ModelShape) -> layout
         )
     if updates_adapters(config.lora):
         yield (
-            f"engine.quantization: got {value} with lora.update adapters, expected merged: updates of adapters leave "
-            "the weights that a server started with, and it starts without a checkpoint"
+            f"engine.quantization: got {value} with lora.update adapters, expected merged: a quantised server starts "
+            "with arbitrary weights, and updates of adapters do not replace these weights"
         )
     try:
         quantization.check_block_widths(model, EngineLayout.of_options(config.sglang))
@@ -579,7 +581,7 @@ def schedule_faults(optimizer: schema.OptimizerConfig) -> layout.Faults:
     if is_constant and (decay_steps is not None or optimizer.min_lr):
         yield (
             f"optimizer.schedule: got 'constant' with decay_steps {given(decay_steps)} and min_lr {optimizer.min_lr}, "
-            "expected 'linear' or 'cosine', or neither of these"
+            "expected 'linear' or 'cosine', or no decay_steps and no min_lr"
         )
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr: got {optimizer.min_lr}, expected at most optimizer.lr, {optimizer.lr}"
@@ -693,7 +695,7 @@ def _engine(
     if engine.port is not None and engine.port + engine.servers_to_start > 65536:
         yield (
             f"engine.port: got {engine.port} for {engine.servers_to_start} servers, expected at most "
-            f"{65536 - engine.servers_to_start}: they count on from it"
+            f"{65536 - engine.servers_to_start}: each further server has the next port"
         )
     if engine.placement == "colocated":
         yield from _colocation(engine, rollout, strategy)

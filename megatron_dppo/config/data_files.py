@@ -90,9 +90,9 @@ def data_files(path: str | Path) -> DataFiles:
 def label_of(path: str) -> str:
     """Return the text that names a data path's metrics.
 
-    For a file or a folder, the text is the path itself. For a glob, ending and wildcards are removed from every part of
-    the path, and the text is the last part that is not empty then. For example, ``train-*.jsonl`` becomes ``train``,
-    and ``math/*.jsonl`` becomes ``math``.
+    For a file or a folder, the text is the path itself. A glob is cut into its folders and its file name, and each of
+    these parts loses its ending and its wildcards. The text is the last part that has characters left. For example,
+    ``train-*.jsonl`` becomes ``train``, and ``math/*.jsonl`` becomes ``math``.
     """
     if os.path.exists(path) or not glob.has_magic(path):
         return path

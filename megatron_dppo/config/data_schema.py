@@ -190,7 +190,8 @@ class EnvironmentConfig(Section):
     credit: Credit = "trajectory"
     """Which reward becomes the advantage of a token. ``trajectory``: the reward of the whole trajectory. ``turn``: the
     reward from the token's turn on; docs/environments.md#credit. The n-th turn of a trajectory is compared with the
-    n-th turns of the group's other trajectories. Turns are counted branch after branch, not in the order of time.
+    n-th turns of the group's other trajectories. In a trajectory with several branches (docs/environments.md#branches),
+    n counts the turns branch after branch, not in the order of time.
     """
     role: str = "user"
     """Role of the environment's messages in the chat template: ``user``, ``tool``."""

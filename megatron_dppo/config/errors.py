@@ -135,8 +135,8 @@ def _bounds(metadata: Iterable[Any]) -> str:
 def field_at(model: type[BaseModel], location: Sequence[Any]) -> FieldExpectation:
     """Return the key of the schema at the ``location`` of a pydantic error.
 
-    The tag of a union's branch is part of the location, but not of the key. The index of a list's item is part of the
-    key if the item is a table: ``data.train[0].path``.
+    The key has the index of a list's item if the item is a table. The key lacks the tag of a union's branch. For
+    example, ``("data", "train", "list", 0, "path")`` is the location of ``data.train[0].path``.
     """
     path: list[str] = []
     annotation: Any = model
@@ -207,6 +207,7 @@ def _inside(outer_type: Any, part: Any) -> Any:
         for branch in arguments:
             has_tag = Tag(str(part)) in get_args(branch)[1:]
             bare_type = _bare(branch)
+            # Types with arguments are lists and tables, such as list[TrainingFile].
             if has_tag and (_is_section(bare_type) or get_args(bare_type)):
                 return branch
     return None

@@ -164,8 +164,8 @@ MEGATRON_FIXED: Mapping[str, str] = {
     "attention_dropout": "with dropout pi would differ between two passes over the same tokens",
     **dict.fromkeys(
         ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
-        "Megatron scales auxiliary losses by the tokens of a micro-batch and expects a division "
-        "that the policy loss, divided by a global count already, does not make",
+        "Megatron multiplies auxiliary losses by the tokens of a micro-batch and expects that gradients are divided "
+        "later: this trainer divides the policy loss by a global count, and does not divide gradients",
     ),
 }
 """Field of TransformerConfig that must not be set -> the reason."""
@@ -345,7 +345,7 @@ _EXPERT_PLACES = (
 _EXCHANGE_KERNELS = (
     "DeepEP and flashinfer have kernels that lay out the experts' weights in their own way"
 )
-_OLD_CACHE = "keys and values that are kept outside the server outlive a weight update, and it would serve them"
+_OLD_CACHE = "keys and values that are kept outside the server outlive a weight update, and the server would reuse them"
 SGLANG_OTHER_SHARES = (
     "attn_cp_size",
     "dcp_size",
@@ -635,7 +635,7 @@ class _SglangTable(ForwardedTable):
         has_older_form = values.get("enable_dp_attention") and not values.get("attn_dp_size")
         if replicas not in (None, 1) and not has_older_form:
             yield (
-                f"sglang.dp_size: got {given(replicas)}, expected 1, or sglang.enable_dp_attention with it and no "
+                f"sglang.dp_size: got {given(replicas)}, expected 1, or sglang.enable_dp_attention: true without "
                 "sglang.attn_dp_size: a server has one replica of the experts, and engine.servers starts more servers"
             )
 
@@ -723,7 +723,7 @@ def replay_faults(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 _PLAIN_SUMS = "gradients are plain sums: the loss was divided by a global count"
-_WHOLE_PARAMETERS = "weights are gathered from whole parameters of their ranks"
+_WHOLE_PARAMETERS = "weights are read from parameters that FSDP would divide further"
 _GATHERED_LATER = "weights are read between steps, before the forward pass that would gather them"
 
 DDP = ForwardedTable(

@@ -186,5 +186,5 @@ def _exchange_faults(sizes: LayoutSizes, exchange: Any, model: ModelShape) -> Fa
         if max_context % sizes.context:
             yield (
                 f"{key} with parallel.context {sizes.context} and parallel.tensor {sizes.tensor}, expected a context "
-                f"that divides {max_context}, the heads of queries and of keys that a rank has; or p2p"
+                f"that divides {max_context}, the greatest common divisor of a rank's query heads and key heads; or p2p"
             )

@@ -417,7 +417,8 @@ def load_remainder(path: str | Path, overrides: Sequence[str] = ()) -> Remainder
 def _replace(tree: Tree, error_type: str, location: Sequence[int | str]) -> set[str]:
     """Remove the value at which pydantic reports an error. If a required value is missing, set its stand-in.
 
-    Returns the keys whose values are now unknown; for an unknown key also the key that was probably meant.
+    Returns the keys whose values were lost. If the schema has no such key, the result also has the key that the user
+    probably meant.
     """
     path = field_at(TrainConfig, location).path
     keys = {path.partition("[")[0]}
@@ -441,7 +442,7 @@ def _remove(tree: Tree, location: Sequence[int | str]) -> None:
     A faulty item of a list thus removes the whole list.
     """
     table: Any = tree
-    # After the last part comes None, which is no key of any table.
+    # Descend while the next part is a key of a table. After the last part comes None, which is no key of any table.
     for part, next_part in zip(location, [*location[1:], None], strict=True):
         value = table.get(part)
         if not isinstance(value, dict) or next_part not in value:
@@ -579,6 +580,7 @@ def _validate(tree: dict[str, Any], schema: type[C]) -> tuple[C | None, list[str
         # dropped: a union reports one error for each of its branches, and their lines may be equal.
         described_errors = errors[: 2 * MOST_SHOWN]
         faults = [_fault(schema, e["type"], e["loc"], e["input"]) for e in described_errors]
+        # Most messages only count the other errors, so their locations are enough.
         other_locations = [str(e["loc"]) for e in errors[len(described_errors) :]]
         return None, [*dict.fromkeys(faults), *other_locations]
 
@@ -604,7 +606,7 @@ _REFUSAL_REASONS = {
         "rollout.interrupt",
         "in_place",
     ): ". A server that pauses in place goes on with keys and values of the old "
-    "weights, so that no version's log-probabilities are those that it sampled from; see docs/staleness.md"
+    "weights, so it samples from a distribution that no version of the weights has; see docs/staleness.md"
 }
 """Reason why a value that other packages offer is refused here, by key and value."""
 

@@ -80,8 +80,8 @@ def engine_adapter_faults(
     for key, value in sglang.items():
         if "lora" in key and key not in allowed_keys:
             yield (
-                f"sglang.{key}: got {given(value)}, expected nothing: engines are sent merged weights, or with "
-                "lora.update adapters what the lora section says"
+                f"sglang.{key}: got {given(value)}, expected nothing: with lora.update merged, engines have no "
+                "adapters; with lora.update adapters, the run sets this option"
             )
     if not updates_adapters(lora):
         return
@@ -166,7 +166,7 @@ def _without_adapters(lora: LoraConfig) -> Faults:
     changed_keys = [key for key in given_keys if getattr(lora, key) != getattr(LoraConfig(), key)]
     if changed_keys:
         keys = ", ".join(f"lora.{key}" for key in changed_keys)
-        yield f"lora.rank: got 0 (off) with {keys}, expected a rank, or nothing of them"
+        yield f"lora.rank: got 0 (off) with {keys}, expected a rank above 0, or none of these keys"
 
 
 def _folder(lora: LoraConfig) -> Faults:

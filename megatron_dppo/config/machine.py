@@ -49,7 +49,7 @@ def set_precision(megatron: Mapping[str, Any], environment: MutableMapping[str, 
 
     Call it before torch is imported. On Hopper, block FP8 gets fp32 scales, because the engine's block FP8 has fp32
     scales; Transformer Engine's default is powers of two. ``deterministic_mode`` needs Transformer Engine's
-    deterministic attention. Not yet run on a GPU.
+    deterministic attention. The variables were not yet tested on a GPU.
     """
     if is_blockwise(megatron) and has_hopper():
         environment.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")

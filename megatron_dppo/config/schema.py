@@ -133,8 +133,8 @@ class RolloutConfig(Section):
     ends a response is trained on.
     """
     stop: list[str] = Field(default_factory=list)
-    """Texts that end a response, in training and evaluation. The response trains up to the token that completes one of
-    these texts; the verifier sees the part before the text.
+    """Texts that end a response, in training and evaluation. The response is trained on up to the token that
+    completes one of these texts; the verifier sees the part before the text.
     """
     topk_log_probs: int = Field(default=0, ge=0)
     """K: the engine records the log-probabilities of TopK(mu), also for an algorithm that does not need them. 0: the
@@ -231,7 +231,7 @@ class AlgorithmConfig(Section):
     """
     overlong_tokens: int = Field(default=0, ge=0)
     """Tokens before ``rollout.max_response_tokens`` over which a penalty on the reward rises linearly from 0 to 1
-    (DAPO's soft overlong penalty). 0: no penalty. It applies after ``truncated_responses``.
+    (DAPO's soft overlong penalty). 0: no penalty. ``truncated_responses`` changes the reward before the penalty does.
     """
     length_penalty: float = Field(default=0.0, ge=0)
     """Reward that a response of ``rollout.max_response_tokens`` tokens loses; a shorter response loses less, in
@@ -458,10 +458,9 @@ class WeightSyncConfig(Section):
     update, is computed from it. Empty: only the bounds in bytes are recorded.
     """
     changes_only: bool = False
-    """With ``distributed`` and ``tensor``: send only the elements that changed since the last update. Every sender
-    keeps a copy of the weights that it sends, and every engine rank keeps received changes until the update ends, both
-    in host memory. Whole weights are sent to a new server, after a failed update, and if the changes are not fewer
-    bytes.
+    """With ``distributed`` and ``tensor``: send only the elements that changed since the last update. In host memory,
+    every sender keeps a copy of the weights that it sends, and every engine rank keeps received changes until the
+    update ends. Whole weights are sent to a new server, after a failed update, and if the changes are not fewer bytes.
     """
     verify_every: int = Field(default=1, gt=0)
     """Compare a hash of every tensor at every n-th update; with ``changes_only`` at every update."""

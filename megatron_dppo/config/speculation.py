@@ -33,7 +33,7 @@ THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_thresho
 UNUSABLE: Mapping[str, str] = {
     **dict.fromkeys(
         THRESHOLDS,
-        "drafted tokens would be accepted more often than by their reported probabilities",
+        "a drafted token would be accepted more often than the reported probability says",
     ),
     **dict.fromkeys(
         (
@@ -70,8 +70,8 @@ def table_faults(table: Mapping[str, Any]) -> Iterator[str]:
         yield from _draft_faults(table, algorithm)
     elif algorithm is not None:
         yield (
-            f"{subject}, expected {NGRAM!r}, {' or '.join(map(repr, DRAFT_MODELS))}: other drafts are parts of the "
-            "trained model, which updates of the weights do not reach, or draw tokens in ways that were not compared "
+            f"{subject}, expected {NGRAM!r}, {' or '.join(map(repr, DRAFT_MODELS))}: other algorithms draft with parts "
+            "of the trained model, and weight updates do not change these parts; or their tokens were not compared "
             "with plain decoding"
         )
 

@@ -182,8 +182,8 @@ def _cheapest_with_room(
 def _split(costs: Sequence[float], groups: Groups, count: int) -> Groups:
     """Halve the heaviest group that has at least two sequences until there are ``count`` groups.
 
-    ``count`` is below the number of sequences, so there always is a group with two sequences. (For a larger ``count``,
-    the first division of ``_spread`` has at most one sequence in a group, and ``_spread`` uses this division.)
+    ``count`` is below the number of sequences, because ``_spread`` needs no split for a larger ``count``: its first
+    division then has at most one sequence in a group. So some group has two sequences while groups are missing.
     """
     groups = list(groups)
     while len(groups) < count:

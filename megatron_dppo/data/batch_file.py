@@ -2,9 +2,9 @@
 
     trajectories    int64 [n, 4]: problem, sample, tokens, finish reason
     scores          float64 [n, 2]: reward, advantage
-    token_ids       int32, all trajectories end to end, as in loss_mask and each column
-    loss_mask       bool
-    column.NAME     rows of the trajectories that have the column
+    token_ids       int32, of all trajectories, end to end
+    loss_mask       bool, of all trajectories, end to end
+    column.NAME     rows of the trajectories that have the column, end to end
     present.NAME    bool [n]: whether each trajectory has the column
     hash.ARRAY      uint8 [n, 16]: hash of each trajectory's part of an array; zeros for a trajectory without a part
     hash.numbers    uint8 [n, 16]: hash of each trajectory's rows in trajectories and scores, as bytes
@@ -51,8 +51,8 @@ def save_batch(
 ) -> Path:
     """Write the batch of ``step`` with its seal, if it has one. The file is written atomically.
 
-    Raises ValueError if only some trajectories have a complete column, or if a column's arrays differ in type or
-    trailing shape.
+    Raises ValueError if only some trajectories have a column that is declared as complete (``data/columns.py``), or if
+    a column's arrays differ in type or trailing shape.
     """
     path = batch_path(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)

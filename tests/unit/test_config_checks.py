@@ -421,7 +421,7 @@ REFUSED = [
     ),
     (
         ["environment.name=calculator", "environment.credit=turn", "algorithm.name=gspo"],
-        "environment.credit: got turn with algorithm.name gspo, expected trajectory: its rule is of whole",
+        "environment.credit: got turn with algorithm.name gspo, expected trajectory: the rule of gspo",
     ),
     (
         ["environment.name=calculator", "environment.credit=turn", "algorithm.name=unknown"],

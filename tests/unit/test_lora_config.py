@@ -96,8 +96,8 @@ def test_latents_and_delta_nets_have_adapters_that_are_sent_merged(model, expect
 
 def test_an_engine_with_adapters_of_its_own_is_refused(problems):
     refusal = [
-        "sglang.enable_lora: got true (bool), expected nothing: engines are sent merged weights, or "
-        "with lora.update adapters what the lora section says"
+        "sglang.enable_lora: got true (bool), expected nothing: with lora.update merged, engines "
+        "have no adapters; with lora.update adapters, the run sets this option"
     ]
     assert problems("sglang.enable_lora=true") == refusal
     assert problems(*ADAPTERS_ONLY, "sglang.enable_lora=true") == refusal

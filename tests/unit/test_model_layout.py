@@ -112,8 +112,8 @@ def test_a_world_that_context_parallelism_does_not_divide_is_told_all_factors():
         (
             "a2a",
             {"context": 2, "tensor": 2},
-            "got 'a2a' with parallel.context 2 and parallel.tensor 2, expected a context that divides 1, the heads "
-            "of queries and of keys that a rank has; or p2p",
+            "got 'a2a' with parallel.context 2 and parallel.tensor 2, expected a context that divides 1, the greatest "
+            "common divisor of a rank's query heads and key heads; or p2p",
         ),
         (
             "all_gather",
