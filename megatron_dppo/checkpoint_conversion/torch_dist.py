@@ -44,7 +44,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
 CARRIED = "carried"
-"""Subfolder of the checkpoint with the tensors that the model's family carries along."""
+"""Subfolder with the carried tensors, which are no part of the model and are only copied (``Family.carries``)."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 """Prefixes of the names of the model's tensors. Other tensors are the optimizer's."""
@@ -129,11 +129,12 @@ class TorchDistFolder(Closing):
         return self._stored.locate(parameter.key, (*parameter.index, *index))
 
     def check_nothing_else(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError if the folder has more of a model than the single-rank parameters ``names``.
+        """Raise CheckpointError if the folder has another model parameter than the single-rank parameters ``names``.
 
         Optimizer states and Transformer Engine's extra states do not count.
         """
-        # Key of a tensor -> the sizes of its leading axes (layers, experts) in a model with ``names``.
+        # Key of a tensor -> the sizes of its leading axes (layers, experts) in a model with ``names``. Each size is the
+        # largest index among ``names``, plus 1.
         stack_sizes_of: dict[str, tuple[int, ...]] = {}
         for name in names:
             parameter, _ = self._find(name)
@@ -270,7 +271,7 @@ class TorchDistCheckpoint(Closing):
 
     @cached_property
     def _sources(self) -> dict[str, TensorSources]:
-        """The parts of every tensor in the stacked parameters."""
+        """Every Hugging Face tensor by name, with the single-rank parameters that its rows are read from."""
         return {tensor.name: tensor for tensor in gather_plan(self.shape, Layout())}
 
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
@@ -410,9 +411,9 @@ class CheckedReader(Closing):
         if isinstance(self._store, SafetensorsReader) and self._store.unusual_packed:
             packed_name = self._store.unusual_packed[0]
             raise CheckpointError(
-                f"{self._store.folder}: {packed_name} holds all experts of a layer, expected one tensor a "
-                "matrix and expert: `megatron-dppo convert hf-to-megatron`, then `convert megatron-to-hf`, makes such "
-                "a folder"
+                f"{self._store.folder}: {packed_name} holds all experts of a layer, expected a tensor for "
+                "each matrix and expert: `megatron-dppo convert hf-to-megatron`, then `convert megatron-to-hf`, makes "
+                "such a folder"
             )
         tensor_store.check_tensors(self.specs, shape, str(self._store.folder))
         tensor_store.check_tied_copy(self._store, shape, str(self._store.folder))
@@ -459,7 +460,7 @@ def open_checkpoint(folder: str | Path) -> CheckedReader:
 
 
 def tensor_digests(folder: str | Path, part: int = 0, parts: int = 1) -> dict[str, str]:
-    """Return name -> SHA-256 (hex) of every ``parts``-th tensor of the folder, sorted by name, from ``part`` on."""
+    """Return name -> SHA-256 (hex) of the folder's tensors at the positions ``part``, ``part + parts``, ... by name."""
     with open_checkpoint(folder) as reader, TensorHashes() as hashes:
         for name in sorted(reader.specs)[part::parts]:
             for start, count in tensor_store.row_blocks(reader.specs[name]):

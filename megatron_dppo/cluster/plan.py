@@ -331,7 +331,7 @@ def draw(plan: RunPlan, path: str | Path) -> None:
         start = 0.0
         for part, size in parts.items():
             axes.barh(row, size, left=start, color=_COLOURS[part], edgecolor="white", height=0.6)
-            # A smaller part of the bar has no room for a number.
+            # A part of 3.5 GiB or less has no room for a number.
             if size > 3.5:
                 center = start + size / 2
                 axes.text(center, row, f"{size:.0f}", ha="center", va="center", fontsize=8)
@@ -575,8 +575,8 @@ def _parser() -> argparse.ArgumentParser:
         "--model-configs",
         default=EXAMPLES / "model_configs",
         metavar="FOLDER",
-        help="folder with a config.json for each known model, by the checkpoint's name in lower case, for a checkpoint "
-        "that is not there; default %(default)s",
+        help="if the recipe's checkpoint is missing: read FOLDER/NAME/config.json instead, with the checkpoint's name "
+        "in lower case; default %(default)s",
     )
     parser.add_argument(
         "--search",

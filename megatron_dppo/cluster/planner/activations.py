@@ -100,7 +100,8 @@ class LayerBytes:
     Attributes:
         input: the layer's input. Full recomputation keeps nothing else.
         norms: the norms of hidden states.
-        projections: the norms of queries and keys, the rotary embedding (torch), and the output of the core attention.
+        projections: the norms of queries and keys, the output of the core attention, and in torch's layers the rotary
+            embedding.
         core: the tensors of the core attention without its output.
         mlp: the dense MLP, or the experts.
         router: the router and the permutation of tokens.
@@ -186,7 +187,8 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
     - The rotary embedding keeps a cosine and a sine for queries and for keys: 4 head sizes, b.
     - scaled_dot_product_attention keeps padded queries, keys, values and output, b each, and a log-sum-exp for each
       head, fp32. The padding and its removal keep two int64 indices for each token (``padded_batches.py``). Selective
-      recomputation instead keeps queries, keys and the fused projection.
+      recomputation drops all of these tensors. It keeps the inputs of attention instead: queries, keys and, for the
+      values, the fused projection.
     - SwiGLU keeps 2f (the fused input) + 2f (activation, linear part) + f (product). Experts keep another f, because
       they also multiply by routing weights. Experts also keep their permuted input, h, and for each (token, expert)
       pair the routing probability, fp32, and the token's index, int64.
@@ -201,12 +203,16 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
         # scale, fp32.
         qk_norm = fused_projection_bytes + 2 * _FLOAT
     elif s.qk_norm:
-        qk_norm = qk_size * 2 * _FLOAT + qk_size / s.head_dim * _FLOAT
+        # The norms have one row for each head.
+        qk_heads = qk_size / s.head_dim
+        qk_norm = qk_size * 2 * _FLOAT + qk_heads * _FLOAT
         # In fp32, the norms of queries and keys also keep their inputs: parts of the fused projection.
         if s.item_bytes == _FLOAT:
             qk_norm += qk_bytes
     rotary = 4 * s.head_dim * s.item_bytes
-    core = 2 * qk_bytes + _FLOAT * s.heads + 2 * _INDEX
+    # The output is as large as the queries, and the values are as large as the keys.
+    padded_bytes = 2 * qk_bytes
+    core = padded_bytes + _FLOAT * s.heads + 2 * _INDEX
     if is_moe:
         pair_bytes = (s.hidden + 6 * s.expert_ffn) * s.item_bytes + _FLOAT + _INDEX
         mlp = s.assignments * pair_bytes + 5 * s.shared_ffn * s.item_bytes + _gate(s)
@@ -480,6 +486,7 @@ def _exchanged_elements(trainer: TrainerFacts, sizes: LocalSizes) -> float:
         return 0.0
     if trainer.exchange == "a2a":
         return 2 * (sizes.query + 2 * sizes.kv)
+    # One output has all tokens, and C - 1 outputs have half of the tokens: 1 + (C - 1) / 2 = (C + 1) / 2.
     return 2 * sizes.kv * ranks + sizes.query * (ranks + 1) / 2
 
 

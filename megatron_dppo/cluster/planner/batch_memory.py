@@ -32,8 +32,8 @@ class ColumnBytes:
     Attributes:
         routing, topk: bytes of one copy in memory.
         routing_wire, topk_wire: bytes in the HTTP replies of the run's servers.
-        replicas: bytes of tokens and of all columns that go only to the replica that trains on them, summed over all
-            replicas.
+        replicas: bytes of tokens and of all columns. Each row goes only to the replica that trains on the row, so the
+            sum over all replicas is one copy.
     """
 
     routing: float

@@ -152,7 +152,8 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     math_seconds = flops / (device.flops * PREFILL_UTILISATION)
     overhead = DECODE_OVERHEAD + hand_over_seconds(shape, engine, cluster, part)
     seconds = stages * (max(read_seconds, math_seconds) + overhead)
-    # The collectives of all layers are p times the collectives of one stage.
+    # In a step, each stage runs its collectives p times, once for each part. These are as many as the collectives of
+    # all layers for one part, which the next two terms count.
     seconds += reduce_seconds(shape, engine, device, part)
     seconds += network_seconds(shape, engine, cluster, part, part)
     return seconds + running * SEQUENCE_OVERHEAD

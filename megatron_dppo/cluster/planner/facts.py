@@ -588,7 +588,7 @@ def facts_of(
         max_concurrent=settings.max_concurrent_requests,
     )
     per_step = training.prompts_per_mini_batch * rollout.group_size
-    # The search also tries too few ranks for one replica (``data`` = 0); the layout checks reject them.
+    # ``data`` is 0 if a layout has too few ranks for one replica. The layout checks reject such layouts.
     replica_responses = -(-per_step // max(1, config.parallel.data))
     budget = max(training.micro_batch_tokens, rollout.longest)
     micro_batches = max(1, round(replica_responses * rollout.mean_length / (budget * PACKING)))
@@ -654,7 +654,8 @@ def schedule_of(rollout: RolloutConfig, engine: EngineConfig) -> Schedule:
 def _topk(algorithm: AlgorithmFacts, configured_topk: int, vocab_size: int) -> int:
     """Return K of the TopK(mu) that each response token carries; 0: none.
 
-    If an algorithm needs mu, or a recomputed distribution, over the whole vocabulary, K is the vocabulary's size.
+    K is the vocabulary's size if the algorithm reads a whole distribution: mu's, or the recomputed policy's, which then
+    replaces TopK(mu).
     """
     # Do not call ``carried_topk`` here: it rejects a vocabulary that is too large to send with the responses. The check
     # of the configuration reports that error, and a plan can still show the bytes.

@@ -229,7 +229,8 @@ def _tensor_sizes() -> tuple[int, ...]:
 def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
     """Yield (trainer ranks, servers, GPUs of a server) for the whole cluster.
 
-    Trainer and servers divide the GPUs in steps of half a node. If they are colocated, both use all GPUs.
+    Trainer and servers divide the GPUs in steps of half a node. If they are colocated, both use all GPUs. The GPUs of a
+    server are its tensor-parallel ranks: a run accepts no pipeline stages of servers.
     """
     config = question.config
     cluster = question.cluster
@@ -275,8 +276,8 @@ def _changes(question_before: Question, question_after: Question) -> Iterator[st
     new_config = question_after.config
     for section in ("parallel", "training", "optimizer", "engine"):
         new_section = getattr(new_config, section)
-        # A default of this section may depend on other sections. So compare two configurations that have the other
-        # sections of the new configuration.
+        # The default of a key may depend on other sections. So ``base_config`` differs from ``new_config`` in this
+        # section alone.
         old_section = getattr(question_before.config, section)
         base_config = new_config.model_copy(update={section: old_section})
         for key in type(new_section).model_fields:

@@ -141,14 +141,18 @@ class StepSeconds:
 
         If weight updates do not wait for running responses, the servers may have to wait for the next batch. Let d be
         the seconds that this property returns, e the staleness, R the trainer's seconds that overlap with generation,
-        l the seconds of the last response, and m the seconds of a mean response.
+        l the seconds of the last response, and m the seconds of a mean response. A batch passes these times:
 
-        A batch begins with an update, at time 0. The batch is trained in the step that is e steps later, in the last R
-        seconds before (e + 1) d. So its last response must start l seconds before the training, at (e + 1) d - R - l.
-        The next batch begins at d. In the x = l + R - e d seconds between these two times, no response starts, and the
-        running responses end: at a constant rate, all of them within m seconds. So the servers lose lost(x) = x^2 / 2m
-        seconds if x <= m, and x - m / 2 seconds otherwise. The result is d = servers + lost(x), but at least (l + R) /
-        (e + 1). d reaches this bound if all responses of a batch run at once.
+        - 0: the batch begins, with an update.
+        - (e + 1) d - R - l: the last response starts, at the latest.
+        - d: the next batch begins.
+        - (e + 1) d - R: all responses have ended, and the training begins.
+        - (e + 1) d: the training ends, e steps after the batch's own step.
+
+        From the start of the last response to d, x = l + R - e d seconds, no response starts. The running responses
+        end at a constant rate, all of them within m seconds. So the servers lose lost(x) = x^2 / 2m seconds if x <= m,
+        and x - m / 2 seconds otherwise. Servers that never wait take s seconds, so d = s + lost(x). But d is at least
+        (l + R) / (e + 1), because the last response starts at 0 or later.
         """
         servers = self.servers + self.evaluation
         if self.schedule.drains:
@@ -161,19 +165,20 @@ class StepSeconds:
         return max(servers + self._lost(servers, window), least_seconds)
 
     def _lost(self, servers: float, window: float) -> float:
-        """Return the seconds that the servers lose: y = lost(x), with x = ``window`` - e (``servers`` + y).
+        """Return lost(x), the seconds that the servers lose. The docstring of ``decoding`` defines lost(x), x, e and m.
 
-        The docstring of ``decoding`` defines e, m and lost(x).
+        ``servers`` is s, and ``window`` is l + R. Let y = lost(x). Then d = s + y, so that x = l + R - e (s + y). With
+        ``x_without_loss`` = l + R - e s, y = (``x_without_loss`` - x) / e.
         """
         m = self.mean_response
         e = self.schedule.staleness
         x_without_loss = window - e * servers
         if x_without_loss <= 0:
             return 0.0
-        # If x <= m: solve x^2 / 2m = y, with y = (x_without_loss - x) / e.
+        # If x <= m: solve x^2 / 2m = y for x.
         x = sqrt((m / e) ** 2 + 2 * m * x_without_loss / e) - m / e
         if x > m:
-            # Solve x - m / 2 = y.
+            # Solve x - m / 2 = y for x.
             x = (x_without_loss / e + m / 2) / (1 + 1 / e)
         return (x_without_loss - x) / e
 
@@ -184,13 +189,13 @@ class StepSeconds:
         All GPUs work during a weight update. Servers count as waiting while only the last responses run. Shared GPUs
         also count as waiting while they change between trainer and servers.
         """
-        trainers = self.trainer + self.update + self.checkpoint
-        servers = self.generation + self.evaluation
+        trainer_busy = self.trainer + self.update + self.checkpoint
+        server_busy = self.generation + self.evaluation
         if self.schedule.is_colocated:
-            return {"GPUs": 1 - (trainers + servers) / self.total}
+            return {"GPUs": 1 - (trainer_busy + server_busy) / self.total}
         return {
-            "trainers": 1 - trainers / self.total,
-            "servers": 1 - (servers + self.update) / self.total,
+            "trainers": 1 - trainer_busy / self.total,
+            "servers": 1 - (server_busy + self.update) / self.total,
         }
 
     def gpu_idle(self, trainers: int, servers: int) -> float:
@@ -258,13 +263,13 @@ def host_adam_seconds(facts: RunFacts, cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class HeadFlops:
-    """FLOPs of a token in the output layer, minus the FLOPs of an output layer that computes all tokens.
+    """A correction of a token's FLOPs: ``linear_flops`` counts an output layer that computes all tokens.
 
-    The difference is negative if the output layer skips the prompts.
+    The correction is the real FLOPs minus the counted FLOPs. It is negative if the output layer skips the prompts.
 
     Attributes:
-        forward: difference for a forward pass.
-        training: difference for a forward and a backward pass.
+        forward: correction of a forward pass.
+        training: correction of a forward and a backward pass.
     """
 
     forward: float
@@ -272,18 +277,19 @@ class HeadFlops:
 
 
 def head_flops(trainer: TrainerFacts, rollout: RolloutFacts) -> HeadFlops:
-    """Return the differences of ``HeadFlops``, averaged over the tokens of a sequence.
+    """Return the corrections of ``HeadFlops``, averaged over the tokens of a sequence.
 
     The output layer computes only responses (``vocab_parallel/head.py``). One matrix product costs 2 x hidden x
     vocabulary FLOPs a token. Training needs three products, or two if the layer is frozen. The logits of a
     micro-batch's last chunk are kept. All other chunks need one more product, because their logits are computed again.
-    Tokens without a gradient count like tokens with a gradient.
+    The head skips the backward pass of a token whose gradient is zero, but the formula counts that pass.
     """
     product_flops = 2.0 * trainer.shape.hidden_size * trainer.shape.vocab_size
     response_share = rollout.mean_response / rollout.mean_length
     products = 3 if trainer.trained is None else 2
     response_tokens = max(response_share * trainer.tokens, 1.0)
     recomputed_share = response_share * max(0.0, 1 - trainer.chunk_tokens / response_tokens)
+    # The real products are products * response_share + recomputed_share. ``products`` are counted, and subtracted.
     training_products = products * (response_share - 1) + recomputed_share
     return HeadFlops(
         forward=product_flops * (response_share - 1),
@@ -303,7 +309,10 @@ def _training_flops(trainer: TrainerFacts, length: float) -> float:
 
 
 def _stage_layers(trainer: TrainerFacts) -> float:
-    """Return the layers of the largest pipeline stage, but at least the mean of all stages."""
+    """Return the layers of the largest pipeline stage, but at least the mean of all stages.
+
+    The mean is larger only if the stages cannot share the layers equally, because ``stage_layers`` rounds down.
+    """
     num_layers = trainer.shape.num_layers
     layout = trainer.layout
     return max(layout.most_stage_layers(num_layers), num_layers / layout.pipeline)

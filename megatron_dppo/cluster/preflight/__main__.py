@@ -96,7 +96,7 @@ def _default_gpus(device: str | None, ranks: int) -> int:
 
 
 def _folder(run: Path) -> Path:
-    """Return the folder of the evidence. In a job, it has the supervisor's name for the folder: ``<job>-<attempt>``."""
+    """Return the folder of the evidence. In a Slurm job, the folder has the name ``<job>-<attempt>``."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return run / "preflight" / time.strftime("local-%Y%m%d-%H%M%S")
