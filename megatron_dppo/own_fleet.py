@@ -86,7 +86,7 @@ def _servers(config: TrainConfig, logs: Path) -> Iterator[list[Member]]:
                 process.wait_healthy(
                     lambda seconds, stage: bar.update(note=f"{stage}, {seconds:.0f} s")
                 )
-            server = Server(f"server-{number}", process.url, 1, process.pid)
+            server = Server(f"server-{number}", process.url, incarnation=1, pid=process.pid)
             members.append(Member.of(server, keys, config.engine))
         yield members
     finally:
@@ -125,8 +125,8 @@ class OwnFleet:
         from megatron_dppo.fleet.generation import Generation, GenerationEnd
 
         generation = Generation(job, description, on_response, done=dict(done))
-        generation.resume(self._runner, self._client, self._limits, _never, self._slots)
-        end, reason = generation.wait(_never)
+        generation.resume(self._runner, self._client, self._limits, stop=_never, slots=self._slots)
+        end, reason = generation.wait(stop=_never)
         if end is not GenerationEnd.DONE:
             raise GenerationError(f"{description}: {reason}")
         return generation.done
@@ -148,7 +148,7 @@ class OwnFleet:
             description: text of the progress bar.
             scorer: scores each response as soon as it arrives.
             algorithm: settings of advantages and length penalties.
-            credit: whether each turn has its own advantage.
+            credit: what has an advantage of its own: each ``turn`` or each ``trajectory``.
 
         Raises RewardUnavailableError if responses have no reward in the end, and GenerationError as ``generate`` does.
         """

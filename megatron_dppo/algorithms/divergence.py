@@ -31,14 +31,15 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     The result D is inf if pi = 0 < mu. Near p = 1, log p is about -(1 - p), so 1 - p and log p have the same relative
     error. This error depends on the library that computed log p:
 
-    - ``policy_stats`` computes log pi with a relative error e, also near 0. In float32, e is below 1e-5, and the error
-      of D is below e (1 + D).
+    - ``policy_stats`` computes log pi with a relative error e, even if log pi is near 0. In float32, e is below 1e-5,
+      and the error of D is below e (1 + D).
     - An engine that takes the logarithm of a float32 softmax has an absolute error u of about 2^-24 in log mu near 0.
-      The error of D is then u |log((1 - mu) / (1 - pi)) - log(mu / pi)|, below 90 u = 6e-6 in float32. Every KL
-      threshold of ``table.py`` is larger.
+      The error of D is then u |log((1 - mu) / (1 - pi)) - log(mu / pi)|. In float32, 1 - pi is 0 or at least 1e-38,
+      and log 1e38 is below 90. So if D is below 70, the error is below 90 u = 6e-6. Every KL threshold of
+      ``table.py`` is larger.
 
     If log pi is exactly 0, pi was rounded to 1, and the exact value of 1 - pi is unknown. 1 - pi is then set to half of
-    the dtype's eps, the largest value that rounds to 0. So D is a lower bound.
+    the dtype's eps: a sum of 1 and at most this value rounds to 1. So D is a lower bound.
     """
     # Put both policies into one tensor. This halves the number of small operations, which take most of a mask's time.
     log_p = _clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))
@@ -90,10 +91,10 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     """Compute sum mu log(mu / pi) over A' and "other" (arXiv 2602.04879, Top-K KL); ``[..., K + 1]`` -> ``[...]``.
 
     The mass of "other" is 1 - (sum over A'), with a rounding error of about u (``resolution``), four times the input
-    dtype's eps. If mu of "other" is at most u, it is set to 0. If pi of "other" is below u, it is set to u. So rounding
-    never makes the value of a peaked distribution infinite. Both replacements can make the value too small, by up to
-    (mu of "other") log(u / (pi of "other")). The value is never below ``binary_kl`` of the sampled token, whose column
-    is the last.
+    dtype's eps. Let m and q be the masses of "other" under mu and pi. If m is at most u, the code uses 0 for m. If q is
+    below u, the code uses u for q. So rounding never makes the value of a peaked distribution infinite. Both
+    replacements change the term m log(m / q). If q is below u, the term can become too small, by at most m log(u / q).
+    The value is never below ``binary_kl`` of the sampled token, whose column is the last.
     """
     assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
     resolution = 4 * torch.finfo(topk_log_probs.dtype).eps
@@ -119,12 +120,15 @@ def topk_kl_change(
     tail_ids: Tensor | None = None,
     sum_squares: Tensor | None = None,
 ) -> Tensor:
-    """Compute the derivative of KL(mu || pi) along the gradient of log pi(k), where k is the sampled token.
+    """Compute the derivative of KL(mu || pi) when the logits move along the gradient of log pi(k).
 
-    Along this gradient the logits move by e_k - pi, with the one-hot vector e_k. The derivative is (pi_k - mu_k) + sum
-    of pi_i (mu_i - pi_i) over the vocabulary; ``[..., K + 1]`` -> ``[...]``, of either sign. mu is unknown outside A'
-    (``topk_tv``), so the sum over tokens outside A' is estimated. With K = V no token is outside, and the derivative is
-    exact. k has the last column. pi_k and mu_k are read from it even if it is invalid because TopK(mu) has k too.
+    k is the sampled token. The gradient of log pi(k) by the logits is e_k - pi, with the one-hot vector e_k. The
+    gradient of KL(mu || pi) by the logits is pi - mu. The derivative is the scalar product of both gradients:
+    (pi_k - mu_k) + sum of pi_i (mu_i - pi_i) over the vocabulary; ``[..., K + 1]`` -> ``[...]``, of either sign.
+
+    mu is unknown outside A' (``topk_tv``), so the sum over tokens outside A' is estimated. With K = V no token is
+    outside, and the derivative is exact. pi_k and mu_k are read from the last column, which is k's, even if this column
+    is invalid because TopK(mu) has k too. Give at most one of ``tail_ids`` and ``sum_squares``.
 
     Args:
         topk_log_probs: log pi at A'.
@@ -148,7 +152,8 @@ def topk_kl_change(
         tail = tail / tail_ids.clamp(min=1)
     if sum_squares is not None:
         rest_squares = (sum_squares.double() - listed_pi.square().sum(-1)).clamp(min=0)
-        # The sum of squares is largest, rest_pi^2, if one token has all of the rest. Rounding may exceed this bound.
+        # The tail is rest_pi^2 (mu_r / pi_r - 1). Replace the square of the sum, rest_pi^2, by the sum of squares. The
+        # sum of squares is at most rest_pi^2, but rounding may exceed this bound.
         tail = tail * (rest_squares / rest_pi.square().clamp(min=1e-300)).clamp(max=1)
     listed_sum = (listed_pi * (listed_mu - listed_pi)).sum(-1)
     return pi[..., -1] - mu[..., -1] + listed_sum + tail

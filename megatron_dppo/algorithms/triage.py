@@ -30,7 +30,7 @@ TAIL_GAP = -6.0
 REPAIR_TARGET = -0.03
 """The repair term acts on segments whose mean of log pi - log mu is below this."""
 REPAIR_SCALE = math.sqrt(0.0005)
-"""beta, the largest slope of the repair term before its coefficient."""
+"""beta. The slope of the repair term is at most beta times the term's coefficient (``repair``)."""
 
 
 def _segments(inputs: TokenInputs, size: int) -> TokenInputs:
@@ -57,10 +57,11 @@ def gated_ratio(inputs: TokenInputs, anchor: Anchor, *, gate_segment: float) -> 
     segment's mean of log pi' - log mu (``GATE_TIERS``), and 1 - 0.9 min(k / 2, 1), where k counts the segment's tokens
     in the tail (``TAIL_GAP``).
 
-    Source: the authors' description of their code and its default numbers (InfiXAI/TRIAGE, METHODS and TRAINING), with
-    the scopes that they reported (``q3`` and ``adv_positive``). There are two differences. Their ratio is pi / pi'
-    times min(pi' / mu, 2), ours is r = pi / mu with the cap. They divide the loss by the sum of the weights, we divide
-    it by the aggregation's count. The paper's text was not read.
+    Source: the authors' description of their code and its default numbers (InfiXAI/TRIAGE, METHODS and TRAINING). Their
+    code has options for the tokens that the gate and the repair term act on. The options of their reported runs are
+    used here: ``q3`` and ``adv_positive``. There are two differences. Their ratio is pi / pi' times min(pi' / mu, 2),
+    ours is r = pi / mu with the cap. They divide the loss by the sum of the weights, we divide it by the aggregation's
+    count. The paper's text was not read.
     """
     segments = _segments(inputs, int(gate_segment))
     gap = (anchor(inputs) - inputs.rollout_log_probs).double()
@@ -83,16 +84,16 @@ def repair(
     repair_segment: float,
     repair: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute TRIAGE's repair term at each token, and the derivative of its sum over tokens by each log pi.
+    """Compute TRIAGE's repair term at each token, and the derivative of the term's total by each token's log pi.
 
     The term is ``repair`` times beta^2 (sqrt(1 + (q / beta)^2) - 1), with q = max(target - d, 0). d is the mean of
     log pi - log mu over the token's segment of ``repair_segment`` tokens, target is REPAIR_TARGET, and beta is
-    REPAIR_SCALE. The term is 0 in segments whose mean advantage is not positive. The derivative is at most ``repair``
-    times beta in size.
+    REPAIR_SCALE. The term is 0 in segments whose mean advantage is not positive. The total is the sum of the term over
+    all tokens. Its derivative is at most ``repair`` times beta in size.
 
-    The authors' term is a mean over the segments of the whole update; here each token has its segment's value. With
-    ``token-mean`` both forms are equal, except that a shorter last segment counts less here. Sources: as for
-    ``gated_ratio``.
+    The authors average the term over the segments of the whole update. Here each token has its segment's value, and
+    ``token-mean`` averages over tokens. Both means are equal if all segments have equally many tokens. A shorter last
+    segment counts less here. Sources: as for ``gated_ratio``.
     """
     segments = _segments(inputs, int(repair_segment))
     gap = (inputs.log_probs - inputs.rollout_log_probs).double()

@@ -9,7 +9,7 @@ into a message. The text of messages is therefore encoded in these steps:
    control tokens by these names.
 4. ``encode`` replaces the marks by the characters of their tokens. The copy reads these characters as ordinary text.
 
-All other rules of the tokenizer apply to the whole text.
+In all other respects, the whole text is encoded by the tokenizer's own rules.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ControlTokens:
         text_without_marks = self._mark_pattern.sub("", text)
         if copy.encode(text_without_marks) != self._original_ids(text_without_marks):
             raise ChatTemplateError(
-                "the tokenizer reads control tokens otherwise under other names"
+                "the tokenizer encodes this text differently when its control tokens are renamed"
             )
         return copy.encode_renamed(self.release(copy.rename(text)))
 
@@ -144,7 +144,8 @@ class _RenamedTokenizer:
         for token in settings["added_tokens"]:
             token["content"] = self._new_name(token["content"])
         model = settings["model"]
-        # The vocabulary may also list added tokens, and some models look up whole words in it.
+        # The vocabulary may also list added tokens, and some models look up whole words in it. Rename the tokens here
+        # too, so that these models don't find the old name of a control token in a message.
         if isinstance(model["vocab"], dict):
             model["vocab"] = {self._new_name(word): i for word, i in model["vocab"].items()}
         else:

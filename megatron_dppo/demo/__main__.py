@@ -48,7 +48,7 @@ FLAGS = {"run.directory": "--directory", "run.seed": "--seed"}
 CONSOLE = Console(highlight=False)
 KEPT_BATCHES = "rollout.save=true"
 """Setting that saves batches for ``explain``, ``doctor`` and ``replay``: 16 MB in 40 steps."""
-SECONDS = "seconds, set-up excluded"
+SECONDS = "seconds, installation excluded"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -201,7 +201,7 @@ def verdict(results: Sequence[VerdictRow]) -> str:
         return f"FAILED: {'; '.join(missed)}"
     accuracy = results[0]
     if accuracy.holds is None:
-        return f"not judged, as its evaluations or steps are not all there: {_comparison(accuracy)}"
+        return f"not judged, because evaluations or steps are missing: {_comparison(accuracy)}"
     return f"learned: {_comparison(accuracy)}"
 
 

@@ -90,6 +90,7 @@ def register() -> None:
 
 def report(answer: Any, scheduler: Any, *_: Any) -> None:
     """Add the state to SGLang's ``answer`` about the ``scheduler``."""
+    # SGLang has two objects of this name: the scheduler's, and the model runner's, which has the broadcast groups.
     updater = scheduler.weight_updater
     runner = scheduler.tp_worker.model_runner
     groups = runner.weight_updater._model_update_group

@@ -54,6 +54,7 @@ class OverHttp:
                 f"/reset answered {self._endpoint.excerpt(answer)}, expected an object with the text episode"
             )
         self._episode = answer["episode"]
+        # Use the check of observations in ``Step``.
         return self._checked({"observation": answer.get("observation", "")}).observation
 
     async def step(self, turn: Turn) -> Step:

@@ -1,9 +1,11 @@
 """The HTTP endpoint of a run's server registry (FleetRecord), and its client.
 
 A question is a call of a method of the registry: one POST to ``/fleet/<name>`` with the arguments as a JSON object. So
-ranks on other hosts and the user's command need no consistent view of the run's folder. The admin key opens all
-questions. A command on the run's own host has the key of commands instead. The key of commands opens only the questions
-of commands, and no SGLang server accepts it.
+ranks on other hosts and the user's command need no consistent view of the run's folder.
+
+A question needs a key. The admin key opens all questions. The endpoint also makes a second key, the key of commands,
+for commands on the run's own host. The key of commands opens only the questions of commands, and no SGLang server
+accepts it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ ENDPOINT_VARIABLE = "MEGATRON_DPPO_FLEET"
 """Variable with the endpoint's URL in the environment of the trainer's ranks."""
 PATH = "/fleet/"
 START_HEADER = "Megatron-Dppo-Start"
-"""Header of a question from a rank: the number of the ranks' start."""
+"""Header of a question from a rank. The starts of the ranks are numbered; the header has the number of this rank's."""
 FENCED = 409
 """HTTP status of an answer to a rank of an earlier start."""
 _ANSWER_S = 10.0
@@ -84,7 +86,10 @@ def control_host(interface: str | None, address: str) -> str:
 
 
 def admin_key() -> str:
-    """Return the admin key in the environment, or else a new key. A command on another host can't read a new key."""
+    """Return the admin key in the environment, or else a new key.
+
+    Only the processes of the run have a new key, so commands on other hosts can't ask the run's endpoint.
+    """
     return os.environ.get(ADMIN_KEY_VARIABLE) or secrets.token_urlsafe(32)
 
 
@@ -137,7 +142,7 @@ class FleetEndpoint:
 
 
 class RecordClient:
-    """Client of the registry at ``url``. Every question raises FencedError once ranks of a newer start run.
+    """Client of the registry at ``url``. If ranks of a newer start are running, every question raises FencedError.
 
     Args:
         url: the endpoint's URL.

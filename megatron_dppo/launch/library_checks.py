@@ -183,6 +183,7 @@ def library_faults(
     Megatron-Core is imported only if a table has options for it.
     """
     for rules, values in ((MEGATRON, megatron), (DDP, ddp), (OPTIMIZER, optimizer)):
+        # The library receives only the free keys: the keys that this project neither sets itself nor fixes.
         if rules.free(values):
             from megatron_dppo.trainer.megatron_config import library_fields
 
@@ -192,13 +193,13 @@ def library_faults(
 def kernel_faults(megatron: Mapping[str, Any]) -> Iterator[str]:
     """Yield faults of options in the ``megatron:`` table whose kernels this GPU or environment lacks.
 
-    Not yet run on a GPU.
+    The check of ``fp8`` and ``fp4`` has not yet run on a GPU.
     """
     dispatcher = megatron.get("moe_token_dispatcher_type")
     if dispatcher == "flex" and not has_megatrons_deep_ep():
         yield (
             "megatron.moe_token_dispatcher_type: got 'flex', expected 'alltoall': this environment has no DeepEP for "
-            "Megatron-Core; SGLang's package of that name is another"
+            "Megatron-Core, or it has SGLang's package deep_ep, which Megatron-Core can't use"
         )
     if not has_visible_gpu() or not {"fp8", "fp4"} & megatron.keys():
         return

@@ -4,9 +4,10 @@
 
 The supervisor of a run on several hosts starts this program once on each host without GPUs. The host's number is
 ``NODE_RANK`` or, in a Slurm step, ``SLURM_PROCID``. The host has the ranks from ``number * COUNT`` to
-``(number + 1) * COUNT - 1``. Rank N writes to ``LOGS/rank<N>.out``. Keys come on the program's standard input.
+``(number + 1) * COUNT - 1``. Rank N writes to ``LOGS/rank<N>.out``. Secret variables, such as API keys, come on the
+program's standard input.
 
-When a rank fails, the program ends with the rank's exit code, and the kernel ends the other ranks of the host.
+When a rank fails, the program kills the other ranks of the host, and ends with the failed rank's exit code.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def _first_failure(server: ForkServer, ranks: Mapping[Path, ForkedProcess]) -> i
     ``ranks``: the process of each output file.
     """
     while True:
-        # Poll before reading: all that the server sent before its end is then in the socket.
+        # Poll the server before reading its reports of exit codes. If the poll finds that the server has ended, the
+        # socket has all its reports.
         server_code = server.process.poll()
         codes = {output: rank.reported_code() for output, rank in ranks.items()}
         for output, code in codes.items():

@@ -129,15 +129,17 @@ def _attempts(attempts: Sequence[Attempt], *, is_alive: bool) -> Iterator[str]:
         yield "starts:"
     for attempt in attempts:
         start_time = time.strftime("%m-%d %H:%M:%S", time.localtime(attempt.started))
-        why = attempt.why
+        has_recorded_end = attempt.why != RUNNING
+        outcome = attempt.why
         may_run = is_alive and attempt is attempts[-1]
-        if why == RUNNING and not may_run:
-            why = VANISHED
+        if not has_recorded_end and not may_run:
+            outcome = VANISHED
         lasted = ""
         if attempt.ended is not None:
             lasted = f" after {attempt.ended - attempt.started:.0f} s"
-        parts = [f"  {attempt.job}-{attempt.attempt}  {start_time}  {attempt.node}  {why}{lasted}"]
-        if attempt.why != RUNNING:
+        name = f"{attempt.job}-{attempt.attempt}"
+        parts = [f"  {name}  {start_time}  {attempt.node}  {outcome}{lasted}"]
+        if has_recorded_end:
             parts.append(f"checkpoint {attempt.first_saved} -> {attempt.saved}")
         parts += [f"left out {node} ({reason})" for node, reason in attempt.excluded]
         if attempt.detail:

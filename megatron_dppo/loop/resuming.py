@@ -71,7 +71,7 @@ def check_fresh_start(run: RunConfig, unusable: Sequence[str], history: records.
     elif history.saved_step is not None:
         remains.append(f"no checkpoint, though one of step {history.saved_step} was written")
     elif history.counts_checkpoint:
-        remains.append("no checkpoint, though one that was written is in the records")
+        remains.append("no checkpoint, though the metrics say that one was written")
     if history.damage is not None:
         remains.append(f"records that can't be read ({history.damage})")
     if not remains and run.resume == "required":
@@ -100,8 +100,9 @@ def resume(
     """Load the newest usable checkpoint into ``trainer`` and return its state. Collective.
 
     Returns None if the run begins at step 0. The records of earlier starts are then moved to another folder, except the
-    rollouts of a run that ``replays`` them. If the run began at step 0 under the lease ``nonce`` already, the files
-    belong to this start of the run. Its restarted ranks then move nothing, even with ``run.resume: never``.
+    rollouts of a run that ``replays`` them. ``nonce`` is the lease of this start of the run. If this start has begun at
+    step 0 already and its ranks were restarted, the files are its own: the ranks then move nothing, even with
+    ``run.resume: never``.
 
     Raises:
         ResumeError: the checkpoint belongs to another run, or a start at step 0 would lose training.
@@ -122,6 +123,7 @@ def resume(
             state.check_weights(trainer.weights_form(), trainer.weights_digest(), checkpoint.path)
         except DamagedCheckpointError as error:
             if checkpoints.on_damage == "refuse":
+                # The first damaged checkpoint ends the loop, so ``checkpoint`` is the last of ``survey.complete``.
                 raise damage_error(str(error), survey.complete[:-1]) from error
             passed_over[checkpoint.path] = str(error)
             continue

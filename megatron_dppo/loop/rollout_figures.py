@@ -23,8 +23,8 @@ from megatron_dppo.system.errors import RunError
 log = logging.getLogger(__name__)
 
 STALE_ANCHOR = (
-    "algorithm.name: %s anchors on log-probabilities recomputed by the trainer, which with "
-    "rollout.max_staleness above 0 are no longer those of the weights that sampled; see docs/staleness.md"
+    "algorithm.name: %s anchors on log-probabilities that the trainer recomputes. With rollout.max_staleness above 0, "
+    "the trainer recomputes them with newer weights than those that sampled; see docs/staleness.md"
 )
 """The warning for algorithms whose mask compares pi with the recomputed policy, and so ignores the distance between the
 recomputed policy and mu."""
@@ -98,7 +98,7 @@ def concentration_of(group: Sequence[TrajectoryFacts]) -> float | None:
     responses: list[Trajectory] = []
     largest_id = 0
     for t in group:
-        # An outline has no columns.
+        # The other kind of TrajectoryFacts, ``Outline``, has no columns.
         if not isinstance(t, Trajectory) or "topk_ids" not in t.columns:
             return None
         responses.append(t)
@@ -140,8 +140,8 @@ def twins_beyond_chance(group: Sequence[TrajectoryFacts]) -> float:
         value = #{(i, j): i != j, y_i = y_j, y_i is rare} - (n - 1) sum_{rare y_i} mu(y_i)
 
     A response y is rare if mu(y) < RARE_PROB. The mean of the value is 0 for independent draws from any policy: both
-    terms have the mean n (n - 1) sum_{rare y} mu(y)^2. Each rare response that was drawn with the seed of another
-    response adds 1 for each response that shares its seed.
+    terms have the mean n (n - 1) sum_{rare y} mu(y)^2. If k rare responses were drawn with the same seed, they are
+    equal. They then add k (k - 1) to the first term.
     """
     rare_responses = [t for t in group if t.log_prob < math.log(RARE_PROB)]
     counts = Counter(t.response_digest for t in rare_responses)

@@ -3,8 +3,8 @@
 One all-reduce of a vector reduces sums, maxima and minima over the ranks. Losses return sums instead of means: the
 division of a sum by a global count gives the same number for every packing, micro-batching and data-parallel layout.
 
-Counts of the tokens that the mask blocks are kept by token id and by response. A line of ``masked_tokens.jsonl`` is
-``{"step": n, "tokens": [{"id", "raised", "lowered", "text"}, ...]}``.
+This module also counts the tokens that the mask blocks, by token id and by response. A line of
+``masked_tokens.jsonl`` is ``{"step": n, "tokens": [{"id", "raised", "lowered", "text"}, ...]}``.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class MaskedResponses:
         is_counted = (blocked & (advantages != 0)).long()
         running_sum = torch.nn.functional.pad(is_counted.cumsum(0), (1, 0))
         sums_at_bounds = running_sum[cu_seqlens.to(running_sum.device, torch.int64)]
-        self._parts.append((positions, sums_at_bounds.diff()[: len(positions)]))
+        self._parts.append((positions, sums_at_bounds.diff()))
 
     def counts(self) -> dict[int, int]:
         """Return the number of blocked tokens by position in the batch, for responses that have some. Device sync."""

@@ -148,7 +148,7 @@ def _plan(
     pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
     for rank in range(layout.world_size):
         coordinates = layout.coordinates(rank)
-        # Skip ranks that are the primary holder of nothing: later replicas of both the dense part and the experts.
+        # Skip a rank if it has later replicas of the dense part and of the experts: other ranks provide its parameters.
         is_first_of_dense = coordinates.dp == coordinates.cp == 0
         is_first_of_experts = coordinates.edp == 0
         if not (is_first_of_dense or is_first_of_experts):
@@ -175,8 +175,8 @@ def hf_buckets_plan(
     """Divide ``gather_plan`` into buckets of at most ``bucket_bytes``. A larger tensor has a bucket of its own.
 
     Tensors that the engine must receive together (``tensors_sent_together``) are in one bucket, at the position of the
-    group's first tensor. Tensors with another type than the model's are in separate buckets, which follow the
-    receiver's buckets of the model's type.
+    group's first tensor. Tensors with another type than the model's are in separate buckets. A receiver's buckets of
+    the model's type come before its other buckets.
 
     Args:
         shape: The model.

@@ -97,21 +97,22 @@ def query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: in
     widths = [dims[0] // shape.num_query_groups for dims in sources]
     group_rows = sum(widths)
     rows = _share(group_rows * shape.num_query_groups, size, "rows of linear_qkv")
-    low = rank * rows
-    high = low + rows
+    # ``rank_start``, ``section_start``, ``start`` and their ends are rows of the interleaved tensor of all ranks.
+    rank_start = rank * rows
+    rank_end = rank_start + rows
     blocks = []
     # The rank's rows may begin or end inside of a group, if there are more ranks than groups.
-    for group in range(low // group_rows, -(-high // group_rows)):
-        start = group * group_rows
+    for group in range(rank_start // group_rows, -(-rank_end // group_rows)):
+        section_start = group * group_rows
         for source, width in enumerate(widths):
-            # Source ``source`` fills the rows start .. start + width. The rank has the rows block_start .. block_end.
-            block_start = max(start, low)
-            block_end = min(start + width, high)
-            if block_start < block_end:
-                source_start = group * width + block_start - start
-                length = block_end - block_start
-                blocks.append(Block(source, 0, source_start, block_start - low, length))
-            start += width
+            section_end = section_start + width
+            # The rows of the section that the rank has.
+            start = max(section_start, rank_start)
+            end = min(section_end, rank_end)
+            if start < end:
+                source_start = group * width + (start - section_start)
+                blocks.append(Block(source, 0, source_start, start - rank_start, end - start))
+            section_start = section_end
     return Shard((rows, *sources[0][1:]), tuple(blocks))
 
 
@@ -167,12 +168,13 @@ def delta_sections(sources: Sequence[Dims], shape: ModelShape, rank: int, size: 
         sections.append((number, sources[number][0]))
     blocks: list[Block] = []
     row = 0
-    section_starts = [0] * len(sources)
+    # For each source: the row where its next section begins.
+    start_of_source = [0] * len(sources)
     for source, width in sections:
         length = _share(width, size, "rows of a delta net")
-        blocks.append(Block(source, 0, section_starts[source] + rank * length, row, length))
+        blocks.append(Block(source, 0, start_of_source[source] + rank * length, row, length))
         row += length
-        section_starts[source] += width
+        start_of_source[source] += width
     return Shard((row, *sources[0][1:]), tuple(blocks))
 
 
@@ -184,7 +186,7 @@ def delta_inputs_by_head(sources: Sequence[Dims], shape: ModelShape, rank: int, 
     delta = _delta_of(shape)
     heads = _share(delta.key_heads, size, "key heads of a delta net")
     value_heads = delta.value_heads // delta.key_heads
-    # The source and the rows of a key head in q, k, v, z, b and a.
+    # The sections q, k, v, z, b and a of one key head: for each section, its source and its number of rows.
     sections = (
         (0, delta.key_size),
         (0, delta.key_size),
@@ -196,7 +198,7 @@ def delta_inputs_by_head(sources: Sequence[Dims], shape: ModelShape, rank: int, 
     rows_per_head = [0, 0]
     for source, width in sections:
         rows_per_head[source] += width
-    # Rows of the sections so far, within a head of each source.
+    # For each source: where its next section begins, in rows from the begin of a key head.
     offsets = [0, 0]
     blocks: list[Block] = []
     row = 0
@@ -212,7 +214,7 @@ def delta_inputs_by_head(sources: Sequence[Dims], shape: ModelShape, rank: int, 
 def _delta_of(shape: ModelShape) -> DeltaNet:
     if shape.delta is None:
         raise ModelConfigError(
-            f"a {shape.family} model without delta nets has a row of a delta net"
+            f"{shape.family}: the family has a tensor of a delta net, but the model has no delta nets"
         )
     return shape.delta
 

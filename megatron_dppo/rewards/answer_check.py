@@ -52,10 +52,11 @@ def bad_answers(
         term_reward = find_reward(term.name)
         changes: dict[str, Any] = {}
         if not term_reward.checks_itself:
-            # The reward's separate function checks the answers, without the reward's options.
+            # The reward has a separate function for gold answers (``gold_target``). Call this function instead of the
+            # reward, and without the reward's options.
             changes = {"name": term_reward.gold_target, "options": {}}
         if not scores:
-            # One worker is enough to read the form.
+            # One worker is enough to read the signature of the function.
             changes["workers"] = 1
         with Verifier.of(term.model_copy(update=changes)) as verifier:
             form = verifier.form()
@@ -91,12 +92,13 @@ def _answer_errors(
             if problem.problem_id in unanswered:
                 continue
             problem_key = path, problem.problem_id
-            answer = reward.final(problem.answer)
-            input_key: Hashable = answer if reads_only_answers else problem_key
+            final_answer = reward.final(problem.answer)
+            input_key: Hashable = final_answer if reads_only_answers else problem_key
             input_keys[problem_key] = input_key
-            record = RewardInput.of(problem, answer)
-            # Reduce the answer to its final answer for a separate gold function. If the reward checks itself, the
-            # verifier does this.
+            # The final answer is the response. The record's answer is still the problem's whole answer.
+            record = RewardInput.of(problem, final_answer)
+            # The verifier of a reward replaces the whole answer by the final answer; the verifier of a separate gold
+            # function does not.
             if not reward.checks_itself:
                 record = reward.with_final_answer(record)
             inputs.setdefault(input_key, record)
@@ -108,6 +110,7 @@ def _answer_errors(
         raise RewardUnavailableError(
             f"the answers can't be checked: {len(outages)} of {len(scores)} rewards are unavailable: {outages[0]}"
         )
+    # A gold function, separate or not, scores 1 for a good answer. Other rewards may give a good answer any score.
     must_match = reward.gold_target is not None
     error_of_input: dict[Hashable, str | None] = {}
     for input_key, score in zip(inputs, scores, strict=True):

@@ -119,6 +119,7 @@ def _optimizer_tensors(optimizer: ChainedOptimizer) -> Iterable[Tensor]:
         for group in part.optimizer.param_groups:
             yield from group["params"]
         for adam in _adams_on_device(part.optimizer):
+            # The Adam in a HybridDeviceOptimizer has fp32 copies of parameters that are not fp32.
             for group in adam.param_groups:
                 yield from group["params"]
             for state in adam.state.values():
@@ -206,10 +207,10 @@ class Parker:
         """
         requested_parts = self._parked_storages.keys() if parts is None else parts
         resident_parts = [part for part in requested_parts if part not in self._parked_storages]
-        if resident_parts or not requested_parts:
-            raise ParkedError(
-                f"can't unpark {', '.join(resident_parts) or 'a trainer'}: not parked"
-            )
+        if resident_parts:
+            raise ParkedError(f"can't unpark {', '.join(resident_parts)}: not parked")
+        if not requested_parts:
+            raise ParkedError("can't unpark a trainer: not parked")
         start_time = time.perf_counter()
         storages: dict[TrainerPart, list[_Storage]] = {}
         all_storages: list[_Storage] = []
@@ -232,7 +233,7 @@ class Parker:
         return _result(storages, copied, start_time)
 
     def _release_memory(self, parts: Iterable[TrainerPart]) -> None:
-        """Release memory that nothing uses after ``parts`` were moved: caches of host copies, and freed blocks."""
+        """Release memory that nothing uses after ``parts`` were moved: cached files of host copies, freed blocks."""
         for part in parts:
             if part in self._copies:
                 self._copies[part].release_cache()
@@ -281,7 +282,7 @@ class _ParkedCopy:
         return self._copy(storages, [True] * len(storages), to_host=False)
 
     def release_cache(self) -> None:
-        """Release memory that caches the buffer, because the buffer is not used for a while."""
+        """Release the memory that caches the buffer's file. (Without a GPU, ``HostMemory`` is a file.)"""
         if self._memory is not None:
             self._memory.release_cache()
 

@@ -84,7 +84,9 @@ def call_off(address: str, port: int) -> None:
 
 
 class BroadcastGroup:
-    """A process group of this process, as rank 0, and ``ranks`` engine ranks; ``joined`` is done when all have joined.
+    """A process group of this process and ``ranks`` engine ranks. The future ``joined`` is done when all have joined.
+
+    This process, a sender, has rank 0 in the group. Each sender of the trainer has a group of its own.
 
     The engine ranks need ``address``, ``port``, ``name`` and ``backend`` to join. The rendezvous listens on a free port
     of ``address`` only.
@@ -107,7 +109,7 @@ class BroadcastGroup:
         self._stream: torch.cuda.Stream | None = None
 
     def announce(self, value: int) -> None:
-        """Send the trainer's rank 0 a ``value`` about the next bucket. ``Announcements`` reads the value."""
+        """Publish a ``value`` about the next bucket. The trainer's rank 0 reads the value by ``Announcements``."""
         self._store.set(_announcement(self._announced), str(value))
         self._announced += 1
 
@@ -116,8 +118,8 @@ class BroadcastGroup:
 
         Raises CalledOffError, or the exception of the future.
         """
-        # Wait without a time limit: the engines may have to load other ranks' buckets first. Rank 0 limits the time of
-        # each request to the engines, and cancels the transfer after this time.
+        # Wait without a time limit: the engines may have to load other senders' buckets first. The trainer's rank 0
+        # limits the time of each request to the engines. If a request takes longer, rank 0 cancels the transfer.
         while not wait([future], _CANCEL_POLL_S).done:
             if self._store.check([CALLED_OFF]):
                 raise CalledOffError("another rank called the weight transfer off")
@@ -177,7 +179,7 @@ class BroadcastGroup:
 
 
 class Announcements:
-    """Reads on rank 0 the values that a sender announces, in order.
+    """Reads, on the trainer's rank 0, the values that a sender announces, in order.
 
     ``address`` and ``port``: the rendezvous of the sender's group.
     """
@@ -238,10 +240,10 @@ def _broadcast(
         return
     event, stream = filled
     # NCCL starts after all work in the current stream, and wait() blocks the current stream until the broadcast ends.
-    # By default this thread's current stream is the device's default stream. Meanwhile the next bucket is gathered and
-    # hashed in the default stream. So use a separate stream: it waits only for the event that this bucket's bytes are
-    # filled. The bytes stay unchanged until synchronize returns: the caller waits for this future before it packs the
-    # bucket after next. The bytes are not freed earlier, because this frame holds ``data``.
+    # Without ``stream``, the current stream would be the default stream, which gathers and hashes the next bucket
+    # meanwhile. ``stream`` waits only for the event that ``data`` is filled.
+    # ``data`` stays unchanged until synchronize returns: ``Packer`` keeps ``data`` during its next call, and the caller
+    # waits for this broadcast before the call after that. This frame keeps ``data`` from being freed.
     with _raising_connection_broken(), torch.cuda.stream(stream):
         stream.wait_event(event)
         group.broadcast([data], options).wait(limit)

@@ -213,7 +213,7 @@ def test_a_mask_that_does_not_follow_from_its_divergence_is_refused(run_copy, ca
         return t.with_columns(loss_trains=~t.column("loss_trains"))
 
     change_batch(run_copy, invert_mask)
-    assert "were not blocked as their saved divergence says" in refusal_of(run_copy, capsys)
+    assert "does not follow from their saved divergence" in refusal_of(run_copy, capsys)
 
 
 def test_other_log_probs_than_the_recorded_ones_are_refused(run_copy, capsys):

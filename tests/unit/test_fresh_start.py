@@ -61,7 +61,7 @@ def write_run(directory: Path, steps: int) -> None:
         (
             [],
             History(11, None, counts_checkpoint=True),
-            "no checkpoint, though one that was written is in the records and records up to step 11",
+            "no checkpoint, though the metrics say that one was written and records up to step 11",
         ),
         (
             [],

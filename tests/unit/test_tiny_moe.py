@@ -319,7 +319,7 @@ GAIN = "held-out accuracy 0.350 -> 0.700, expected up by 0.25 or more"
             "FAILED: held-out accuracy 0.350 -> 0.400, expected up by 0.25 or more; "
             "weight updates verified 40 of 41, expected all; 41 or more",
         ),
-        ({"steps": 39}, f"not judged, as its evaluations or steps are not all there: {GAIN}"),
+        ({"steps": 39}, f"not judged, because evaluations or steps are missing: {GAIN}"),
     ],
 )
 def test_a_demo_ends_with_a_verdict(changes, line):

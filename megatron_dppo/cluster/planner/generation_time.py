@@ -46,8 +46,8 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
     If each step waits for all of its responses, the seconds count from the first prompt to the last response:
 
     - steady = (sampled tokens of a server / sequences at once) x seconds of a decode step + seconds of the prefill. In
-      the decode step, each sequence has its prompt and half of a mean response. The prefill computes the prompt of each
-      group once: the prefix cache serves the group's other responses.
+      the decode step, each sequence has its prompt and half of a mean response. The prefill computes each
+      group's prompt once in each attention replica: the prefix cache serves the replica's other responses.
     - tail = (tokens of the longest response - tokens of the mean response) x seconds of a decode step with a tenth of
       the sequences.
 
@@ -68,7 +68,8 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
     last_step = decode_seconds(facts, cluster, last_running, longest_tokens)
     tail = (longest_tokens - rollout.mean_response) * last_step
     mean_response = rollout.mean_response * step
-    # The longest response samples as many tokens as a mean response on a full server, and the other tokens in the tail.
+    # On a full server, the longest response samples as many tokens as a mean response. It samples its other tokens in
+    # the tail.
     last_response = mean_response + tail
     if not facts.schedule.drains:
         steady += resumed_seconds(facts, cluster, running)
@@ -133,11 +134,12 @@ def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
 
 
 def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
-    """Return the seconds in which the servers prefill each prompt of a rollout batch once.
+    """Return the seconds in which the servers prefill the prompts of a rollout batch.
 
+    Each attention replica that has a response of a group prefills the group's prompt once.
     The formula is FLOPs / (peak x utilisation) + the network time of the passes. A pass computes one chunk of prompts.
     With p pipeline stages, each stage computes a pass in 1 / p of the time of all layers, and p - 1 more passes fill
-    and drain the pipeline. Each attention replica that has a response of a group prefills the group's prompt.
+    and drain the pipeline.
     """
     shape = facts.trainer.shape
     rollout = facts.rollout
@@ -150,8 +152,9 @@ def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     passes = ceil(server_tokens / chunk_tokens(engine, cluster.device))
     chunk = server_tokens / passes
     stages = engine.pipeline
-    # A prefill computes logits only for the last token of each prompt. ``network_seconds`` counts the collectives of
-    # all layers, and a stage has 1 / p of the layers.
-    network = network_seconds(shape, engine, cluster, chunk, server_prompts / passes) / stages
+    # A prefill computes logits only for the last token of each prompt.
+    sampled_tokens = server_prompts / passes
+    # ``network_seconds`` counts the collectives of all layers. A stage has 1 / p of the layers.
+    network = network_seconds(shape, engine, cluster, chunk, sampled_tokens) / stages
     network += hand_over_seconds(shape, engine, cluster, chunk)
     return (math_seconds / passes + network) * (passes + stages - 1)

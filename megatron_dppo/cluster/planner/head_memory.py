@@ -20,8 +20,8 @@ def logits_bytes(trainer: TrainerFacts) -> int:
 
     A chunk has ``trainer.chunk_tokens`` tokens, or all of the rank's tokens of a micro-batch if these are fewer.
     ``vocab_parallel/head.py`` has one buffer for logits, and keeps it from the forward to the backward pass. The logits
-    of each chunk and all gradients are written to this buffer, and the kernels hold rows in registers. The matrix
-    products of the backward pass copy fp32 logits to the model's dtype, unless the model is fp32.
+    and gradients of all chunks are written to this buffer. The kernels hold rows in registers, so they need no second
+    buffer. The matrix products of the backward pass copy fp32 logits to the model's dtype, unless the model is fp32.
     """
     tensor = trainer.layout.tensor
     columns = padded_vocab_size(trainer.shape.vocab_size, tensor) // tensor

@@ -28,7 +28,7 @@ from megatron_dppo.cluster.preflight.network import reachable_interface
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process, tail
 
-# Topics of the meeting: the interfaces of each node, and the address of rank 0.
+# Topics of ``Site.meeting``, by which the nodes exchange files: each node's interfaces, and the address of rank 0.
 _INTERFACE, _MASTER = "interface", "master"
 _POLL_S = 0.05
 _ALL_REDUCE_S = 120.0
@@ -135,7 +135,8 @@ def judge_all_reduce(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator
     reasons = {host: entry["failed"] for host, entry in evidence.items() if "failed" in entry}
     is_everywhere = len(reasons) == len(evidence)
     for host, reason in reasons.items():
-        yield Finding(EVERYWHERE if is_everywhere else host, "all-reduce", reason, "a result")
+        place = EVERYWHERE if is_everywhere else host
+        yield Finding(place, "all-reduce", actual=reason, expected="a result")
         # One finding is enough for a collective that fails on all nodes.
         if is_everywhere:
             break

@@ -191,7 +191,8 @@ class Check:
 class Meeting:
     """Exchange between nodes by files in a folder: each node writes a file on a topic, and reads all nodes' files.
 
-    The exchange needs no locks: it relies on new names, renames and exclusive creation.
+    The exchange needs no locks. Each node writes only the files with its own name. A file gets this name by a rename,
+    when it is complete. ``is_first`` relies on exclusive creation.
 
     Args:
         folder: folder that all nodes see under this path.

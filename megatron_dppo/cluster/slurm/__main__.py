@@ -85,8 +85,9 @@ def _add_submission_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_supervision_arguments(parser: argparse.ArgumentParser) -> None:
     _add_recipe_arguments(parser)
-    # The job of `submit --rehearse` sets the next options; users do not.
-    parser.add_argument("--rehearse", metavar="CALLED", help=argparse.SUPPRESS)
+    # The job of `submit --rehearse` sets the next options; users do not. The value of --rehearse is the recipe with its
+    # overrides, as the user wrote them.
+    parser.add_argument("--rehearse", metavar="RECIPE", help=argparse.SUPPRESS)
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--roles-of", metavar="FILE", help=argparse.SUPPRESS)
 
@@ -109,17 +110,19 @@ _COMMANDS_OF_EVERY_RUN: dict[str, tuple[str, list[str]]] = {
     "stop": ("megatron_dppo.launch.stop_run", []),
     "logs": ("megatron_dppo.launch.logs", []),
 }
-"""Commands for runs with and without Slurm. By the command's name: its module, and options that the name stands for."""
+"""Commands for runs with and without Slurm, by name: the module that executes the command, and the options that the
+module gets in addition to the user's."""
 
 
 def _parser() -> argparse.ArgumentParser:
     lines = [f"  {name:10} {execute.__doc__}" for name, (_, execute) in _COMMANDS.items()]
     commands_help = "\n".join(lines)
+    names = ", ".join(_COMMANDS_OF_EVERY_RUN)
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         description="Runs on a Slurm cluster.",
-        epilog=f"commands:\n{commands_help}\n`{_PROGRAM} COMMAND --help` tells more.\n`megatron-dppo status`, `stop` "
-        f"and `logs` serve every run; {', '.join(_COMMANDS_OF_EVERY_RUN)} are also commands here.",
+        epilog=f"commands:\n{commands_help}\n  {names}: for every run, with or without Slurm\n"
+        f"`{_PROGRAM} COMMAND --help` tells more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=[*_COMMANDS, *_COMMANDS_OF_EVERY_RUN], metavar="COMMAND")

@@ -57,7 +57,7 @@ ROUNDINGS = (ROUNDED, EIGHT_BITS, BLOCK_FP8)
 
 
 NAME_PARTS = ("embed_tokens", "self_attn", "norm", "mlp.gate.", ".experts.", "mlp.", "lm_head")
-"""Parts of tensor names. For each part, an alternative simulates that a weight update missed all tensors with it."""
+"""Parts of tensor names. An alternative simulates that a weight update missed all tensors with one of these parts."""
 
 
 WEIGHT_AXES = ("staleness", "weights", "cache", "quantisation")
@@ -115,8 +115,9 @@ def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) ->
     add_cause("precision", ROUNDED, Reference.in_bfloat16)
     rounded_head = partial(Reference.rounded, part="lm_head")
     add_cause("precision", "output layer in bfloat16", rounded_head)
-    name = "output layer of bfloat16, logits in float32"
+    name = "inputs and weights of the output layer in bfloat16"
     add_cause("precision", name, partial(rounded_head, results=False))
+    # A matrix product of 8-bit inputs and weights has results of more bits.
     add_cause("precision", EIGHT_BITS, partial(Reference.rounded, results=False, to=float8))
     if run.quantized:
         add_cause("precision", BLOCK_FP8, Reference.in_block_fp8)
@@ -124,7 +125,7 @@ def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) ->
             add_cause("quantisation", name, partial(Reference.in_block_fp8, blocks_of=blocks_of))
     name = "keys and values in bfloat16"
     add_cause("cache", name, partial(Reference.cached_in_bfloat16, prompts=True))
-    name = "keys and values in bfloat16, not while a prompt is read"
+    name = "keys and values in bfloat16, except in the pass over the prompt"
     add_cause("cache", name, partial(Reference.cached_in_bfloat16, prompts=False))
     for name, frequencies in _frequencies(reference):
         add_cause("positions", name, partial(Reference.frequencies, change=frequencies))
@@ -225,7 +226,7 @@ def _ranks(run: SampledRun, reference: Reference) -> list[int]:
     return []
 
 
-RECORDED, NATURAL = "experts as recorded", "experts by its own choice"
+RECORDED, NATURAL = "experts as recorded", "experts as the router chooses"
 
 
 ROUTINGS = (
@@ -243,8 +244,8 @@ MOVED_RECORDINGS = tuple(name for name, layers, tokens in ROUTINGS if layers or 
 
 
 RECORDING = "recording"
-"""Name of a third side, which shows wrong recordings. Its probabilities are the reference's with the router's own
-experts. They are compared with the reference's probabilities with the recorded experts."""
+"""Name of a third side, next to engine and trainer: the reference with the experts that the router chooses. The side is
+compared with the reference with the recorded experts. If they differ, the recordings are wrong."""
 
 
 def is_decisive(alternative: Alternative) -> bool:
@@ -254,7 +255,10 @@ def is_decisive(alternative: Alternative) -> bool:
     sampling, so that it costs no forward pass of its own. The other alternatives are scored only for a side that
     differs.
     """
-    return alternative.change is unchanged or alternative.name in (*ROUNDINGS, RECORDED)
+    changes_only_sampling = alternative.change is unchanged
+    # A healthy side may round. A healthy trainer that replays routing uses the recorded experts.
+    decides_health = alternative.name in (*ROUNDINGS, RECORDED)
+    return changes_only_sampling or decides_health
 
 
 def samplers(run: SampledRun, size: int) -> Iterator[tuple[str, Sampling]]:
@@ -289,8 +293,12 @@ def _frequencies(reference: Reference) -> Iterator[tuple[str, Callable[[Tensor],
     for theta in THETAS:
         unscaled = theta**-exponents
         if not torch.allclose(unscaled, frequencies, rtol=1e-4):
-            # The function ``unscaled.to`` returns ``unscaled`` with the dtype and device of its argument.
-            yield f"rotary base {theta:g}, unscaled", unscaled.to
+            yield f"rotary base {theta:g}, unscaled", partial(_replaced, values=unscaled)
+
+
+def _replaced(tensor: Tensor, *, values: Tensor) -> Tensor:
+    """Return ``values`` with the dtype and device of ``tensor``."""
+    return values.to(tensor)
 
 
 def _recorded_rows(trajectory: Trajectory, layers: int, tokens: int) -> Tensor | None:

@@ -21,6 +21,7 @@ from megatron_dppo.algorithms import rules
 from megatron_dppo.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_dppo.algorithms.decisions import Decisions, decide
 from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.table import NEGATIVE_THRESHOLDS
 from megatron_dppo.algorithms.token_metrics import token_metrics
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.trajectory import Trajectory
@@ -73,9 +74,9 @@ class SeenStep:
             raise ValueError("no response of the batch has a gradient: nothing to explain")
         if any("loss_trains" not in t.columns for t in responses):
             raise ValueError(
-                "the batch holds no log-probabilities and no mask of the step that trained on it: no step "
-                "did, or an earlier version saved it. --policy FOLDER explains it under the weights in "
-                "FOLDER, which are not the step's own"
+                "the batch holds no log-probabilities and no mask of the step that trained on it: no step trained on "
+                "the batch, or an earlier version of this program saved it. --policy FOLDER explains the batch under "
+                "the weights in FOLDER, which are not the step's own"
             )
         training_mask = _joined(responses, "loss_trains")
         assert training_mask is not None
@@ -121,13 +122,14 @@ class SeenStep:
         topk = self.inputs.topk_log_probs
         # The last column is not part of TopK(mu): it is the sampled token.
         saved_k = 0 if topk is None else topk.shape[1] - 1
-        if algorithm.reads_topk and (needs_all_ids or saved_k < algorithm.topk or not saved_k):
+        # An algorithm that reads Top-K tensors needs all ids, or has a ``topk`` of 1 or more.
+        if algorithm.reads_topk and (needs_all_ids or saved_k < algorithm.topk):
             needed_ids = "every id"
             if not needs_all_ids:
                 needed_ids = f"TopK(mu), K = {algorithm.topk}"
             raise ValueError(
-                f"{algorithm.name} needs log pi at {needed_ids}, and what was saved of this step has K = {saved_k} "
-                "(rollout.topk_log_probs); give weights with --policy"
+                f"{algorithm.name} needs log pi at {needed_ids}, and what was saved of this step has only TopK(mu), "
+                f"K = {saved_k} (rollout.topk_log_probs); give weights with --policy"
             )
         require_independent_responses(algorithm)
         if algorithm.needs_recomputed and self.inputs.recomputed_log_probs is None:
@@ -200,6 +202,7 @@ def explain_seen(
         if "tv_threshold" in algorithm.numbers:
             divergence_name = "tv"
         columns[f"topk_{divergence_name}"] = step.divergence[rows]
+        # If the algorithm reads all ids, its Top-K divergence is the exact divergence.
         if algorithm.needs_full_distribution or algorithm.needs_recomputed_distribution:
             columns[f"exact_{divergence_name}"] = step.divergence[rows]
     metrics = token_metrics(inputs, response_decisions, algorithm.ratio_cap)
@@ -300,18 +303,16 @@ def _check_rule(saved: SeenStep, finite: Tensor) -> None:
         return
     if saved.divergence is None:
         raise DisagreementError(f"{algorithm.name} measures a divergence, but none was saved")
-    # Only DPPO's masks have the name of their divergence. ``rules.near`` computes these masks from the divergence.
+    # A mask in DPPO's form has the same name as its divergence, and ``rules.near`` computes it from the divergence.
     if algorithm.preset.mask != algorithm.preset.divergence:
         return
-    bounds: list[float] = []
-    negative_bounds: list[float] = []
-    for number_name, value in algorithm.numbers.items():
-        if number_name in ("tv_threshold", "kl_threshold"):
-            bounds.append(value)
-        elif number_name.endswith("_threshold_negative"):
-            negative_bounds.append(value)
+    threshold_name = next(name for name in NEGATIVE_THRESHOLDS if name in algorithm.numbers)
     expected_mask = finite & rules.near(
-        saved.inputs, algorithm.anchor, saved.divergence, *bounds, *negative_bounds
+        saved.inputs,
+        algorithm.anchor,
+        saved.divergence,
+        threshold=algorithm.numbers[threshold_name],
+        threshold_negative=algorithm.numbers.get(NEGATIVE_THRESHOLDS[threshold_name]),
     )
     wrong_rows = torch.nonzero(expected_mask != saved.trains).flatten().tolist()
     if wrong_rows:
@@ -320,6 +321,6 @@ def _check_rule(saved: SeenStep, finite: Tensor) -> None:
         if saved.trains[first_row]:
             outcome = "trained"
         raise DisagreementError(
-            f"{len(wrong_rows)} tokens were not blocked as their saved divergence says; the first has D = "
-            f"{float(saved.divergence[first_row]):g}, and {outcome}"
+            f"the saved mask of {len(wrong_rows)} tokens does not follow from their saved divergence; the first token "
+            f"has D = {float(saved.divergence[first_row]):g}, and {outcome}"
         )

@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +75,12 @@ class CheckPart:
 def part(
     shows: str, limit_s: float
 ) -> Callable[[Callable[[Bench], Iterator[CheckRow]]], CheckPart]:
-    """Return the decorator that makes a function the ``run`` of a part."""
-    return partial(CheckPart, shows=shows, limit_s=limit_s)
+    """Return the decorator that replaces a function by a part with this function as its ``run``."""
+
+    def part_of(run: Callable[[Bench], Iterator[CheckRow]]) -> CheckPart:
+        return CheckPart(run, shows, limit_s)
+
+    return part_of
 
 
 def discover(package: str = PARTS) -> list[CheckPart]:

@@ -35,8 +35,9 @@ def activate() -> str | None:
     if torch.cuda.is_available() and os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None
     _make_torchvision_importable()
-    # Disable torch.compile. SGLang's compiled helpers, for example the helper of a vocabulary on several ranks, would
-    # compile C++ at the first request. This needs Python's headers and takes up to a minute.
+    # Disable torch.compile. SGLang compiles some functions, such as the function that masks the token ids of other
+    # ranks. At the first request, these functions would compile C++. This needs Python's headers and takes up to a
+    # minute.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     return _PLATFORM_CLASS
 

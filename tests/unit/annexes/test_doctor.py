@@ -303,7 +303,7 @@ def after_old_prompt(policy: Policy, old: Policy, t: Trajectory) -> np.ndarray:
         ("temperature", "sampling transform", "temperature 1, not 0.7"),
         ("bfloat16", "precision", "all in bfloat16"),
         ("head", "precision", "output layer in bfloat16"),
-        ("head's inputs", "precision", "output layer of bfloat16, logits in float32"),
+        ("head's inputs", "precision", "inputs and weights of the output layer in bfloat16"),
         ("positions", "positions", "positions times 0.5"),
         (
             *("vocabulary", "sampling transform"),
@@ -359,7 +359,7 @@ def decoded_log_probs(policy: Policy, t: Trajectory, *, prefill: bool) -> np.nda
     ("prefill", "name"),
     [
         (False, "keys and values in bfloat16"),
-        (True, "keys and values in bfloat16, not while a prompt is read"),
+        (True, "keys and values in bfloat16, except in the pass over the prompt"),
     ],
 )
 def test_an_engine_that_decodes_from_a_rounded_cache_is_named(run, tmp_path, prefill, name):

@@ -52,7 +52,9 @@ def test_another_rule_of_topk_decides_about_a_saved_step_as_it_would_have_in_the
         ("dppo-exact-tv", {}, "every id"),
         ("dppo-topk-kl", {"topk": K + 1}, r"TopK\(mu\), K = 5"),
     ):
-        with pytest.raises(ValueError, match=f"needs log pi at {wanted}, .* has K = 4 "):
+        with pytest.raises(
+            ValueError, match=f"needs log pi at {wanted}, .* has only TopK\\(mu\\), K = 4 "
+        ):
             step.decisions(build_algorithm(name, options))
     # A rule of fewer ids sees the likeliest of those that were saved.
     fewer = build_algorithm("dppo-topk-kl", {"topk": 2, "kl_threshold": 0.5})
