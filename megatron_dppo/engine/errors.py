@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 UNBOUNDED = 1 << 30
 """Value of ``EngineError.attempts`` for a failure after which a retry may always succeed."""
 _FINAL_STATUS = (401, 403, 404, 405, 422)
-"""Statuses of a wrong key, path or protocol: a retry is pointless. SGLang's 400 may also be a lost connection."""
+"""Statuses of a wrong key, path or protocol: a retry is pointless. 400 is left out, because SGLang may also answer a
+lost connection with 400."""
 
 
 class EngineError(RunError):

@@ -19,8 +19,8 @@ def register() -> None:
 
 
 async def flush_all_replicas(manager: Any, timeout_s: float | None = None) -> Any:
-    """Flush the caches of all replicas; each waits at most ``timeout_s`` for its requests. Return the answer of a
-    replica that could not flush its cache, if there is one."""
+    """Flush the caches of all replicas; each waits at most ``timeout_s`` for its requests. Return the first answer that
+    reports a failure. If all replicas succeed, return the answer of the first replica."""
     from sglang.srt.managers.io_struct import FlushCacheReqInput
 
     manager.auto_create_handle_loop()

@@ -3,7 +3,7 @@
 ``/weights_checker`` of servers that ``engine.launch_server`` starts has one more action. Its answer has the checksum of
 every tensor. For block-FP8 weights it also has the checksum of each block, and the scales themselves. If the
 probabilities of trainer and servers differ in a batch, the run writes the answers to a file beside the batch
-(``write``), because the servers end with the run, before doctor can query them.
+(``write``). Doctor reads this file after the run, when the servers have ended.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class HeldTensors:
         return {name: value for name, value in answer if not name.endswith(_BLOCKS)}
 
     def blocks(self, rank: int, name: str) -> Tensor | None:
-        """Return the part of the answer that goes beyond a tensor's checksum, as a vector; None if there is none.
+        """Return a vector that a rank's answer has in addition to a tensor's checksum; None if there is no vector.
 
-        For an FP8 tensor it is the checksums of its blocks (int64), for a tensor of scales the scales (fp32). Raises
-        ValueError if the answer is not in base64.
+        For an FP8 tensor the vector has the checksums of its blocks (int64), for a tensor of scales the scales (fp32).
+        Raises ValueError if the answer is not in base64.
         """
         import torch
 

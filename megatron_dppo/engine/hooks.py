@@ -11,8 +11,8 @@ Kind = Literal["before", "after", "around", "replace"]
 def register(target: str, hook: Callable[..., Any], kind: Kind) -> None:
     """Register ``hook`` for ``target``, unless it is registered already: a fork has the hooks of its parent.
 
-    SGLang's own registry applies hooks to a target once, and ignores hooks that are registered later. This function
-    applies such a later hook at once.
+    The hooks of a target are applied by SGLang's ``HookRegistry.apply_hooks``. SGLang applies hooks to a target once,
+    and ignores hooks that are registered later. This function applies such a later hook at once.
 
     Args:
         target: dotted name of a function or method.

@@ -148,7 +148,7 @@ def redact_server_args() -> None:
 
 
 _OTHER_LAYOUTS = {
-    # SGLang interleaves the rows only once: a weight update would then write rows in the checkpoint's order.
+    # SGLang interleaves the rows only at its start. A later update would write rows in the checkpoint's order.
     "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "experts' weights in that order can't be updated",
     "SGLANG_ENABLE_EMBED_REPLICATION": "weight updates are verified only for an embedding that ranks divide",
     "SGLANG_SHARED_EXPERT_TP1": "weight updates are verified only for shared experts that ranks divide",
@@ -257,7 +257,7 @@ def _run(keys: dict[str, Any], folders: list[Path]) -> None:
     _change_sglang()
     recordings.offer(folders)
     port = hold_own_port(server_args.host, server_args.port)
-    # Close the port in forks, so that it is free once this process ends, although a fork may still be ending.
+    # Close the port in forks. Otherwise a fork that ends later than this process would still hold the port.
     os.register_at_fork(after_in_child=port.close)
     try:
         run_server(server_args)

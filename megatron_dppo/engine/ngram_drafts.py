@@ -5,7 +5,8 @@ only if the children have distinct tokens. But SGLang fills trees with children 
 Each of them adds the probability of the token 0 once more, so that the server would draw this token too often.
 
 SGLang moves the keys and values of a tree's accepted nodes to the first places of the tree, but does not move their
-recorded routing. With an overlapped schedule SGLang drops the recording. On a GPU the module has not yet run.
+recorded routing. With an overlapped schedule SGLang drops the recording. This module keeps the recording and moves the
+routing. On a GPU the module has not yet run.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ def register() -> None:
 
 
 def with_distinct_drafts(worker: type, algorithm: Any, *_: Any) -> type:
-    """Hook after SGLang has chosen its class of speculation: return a subclass of this module for n-grams."""
+    """Hook after SGLang has chosen its class of speculation: for n-grams return this module's subclass of the class."""
     if not algorithm.is_ngram():
         return worker
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     hooks.register(MOVED, note_accepted, "before")
-    # SGLang has already applied its hooks, so apply the hook of the line above here.
+    # ``register`` leaves the first hook of a target to ``apply_hooks``. SGLang has already called ``apply_hooks``.
     HookRegistry.apply_hooks()
     return _distinct_worker(worker)
 

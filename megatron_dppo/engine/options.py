@@ -158,8 +158,8 @@ def server_options(
         options |= _state_options(config, model, device)
     options |= family_of(model).engine_options
     if model.router.has_bias:
-        # In some of these models SGLang would make the shared expert the last of the experts. The tensors
-        # would then differ from the weight map.
+        # In some models whose routers have a bias, SGLang would append the shared expert to the other experts. The
+        # tensors would then differ from the weight map.
         options["disable_shared_experts_fusion"] = True
     if config.head.dtype == "float32":
         options["enable_fp32_lm_head"] = True
@@ -209,7 +209,8 @@ def _state_options(config: ServerSections, model: ModelShape, device: str) -> di
     """Return SGLang's options for the recurrent states of a model with delta nets."""
     options: dict[str, Any] = {"mamba_ssm_dtype": "float32"}
     if device == "cpu":
-        # A platform without snapshots of states has no other strategy. The strategy excludes overlapped schedules.
+        # SGLang's other strategies need snapshots of states, which the CPU platform lacks. ``no_buffer`` excludes
+        # overlapped schedules.
         options |= {
             "mamba_radix_cache_strategy": "no_buffer",
             "disable_overlap_schedule": True,
@@ -323,6 +324,7 @@ def server_environment(config: ServerSections, hosts: ServerHosts | None = None)
         env.setdefault("OMP_NUM_THREADS", "1")
         host_count = 1 if hosts is None else len(hosts.addresses)
         if ranks > 1:
+            # The variable has the cores of all hosts' ranks. Every host gets the core numbers of this machine.
             bindings = [bind_cores(ranks // host_count)] * host_count
             env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bindings))
     if config.engine.atomic_updates:

@@ -152,8 +152,8 @@ class ColumnSource:
     Attributes:
         body: returns the fields of the request's body for an option.
         parse: returns the arrays by column name, from ``meta_info``, the answer's tokens and the option. A column may
-            be missing if its declaration allows that. Raises ValueError if the arguments contradict each other, and
-            AbortedError if the request should be repeated.
+            be missing if its declaration in ``data.columns`` allows that. Raises ValueError if the arguments contradict
+            each other, and AbortedError if the request should be repeated.
         always: whether every request includes the source. If no option is given, the option is None.
     """
 
@@ -285,10 +285,11 @@ def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
 
 def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[str, np.ndarray]:
     """Read the experts of each input token, [prompt + output - 1, MoE layers, top-k]."""
-    # ``recordings`` has replaced the server's notice of a recording by the array itself, [prompt + output - 1, hidden
-    # layers, top-k]. The last token has no row, because it is never an input.
+    # The server sends a notice of the recording. The module ``engine.recordings`` has replaced the notice by the array,
+    # [prompt + output - 1, hidden layers, top-k]. The last token has no row, because it is never an input.
     if meta["finish_reason"]["type"] == "abort" and meta.get("routed_experts") is None:
-        # The request was aborted in the queue. A queued request has no keys and values, so its rows are lost.
+        # The request was aborted in the queue. SGLang finds a request's rows by the slots of its keys and values, and a
+        # queued request has no slots.
         return {}
     captured = meta["routed_experts"]
     if not isinstance(captured, np.ndarray):
@@ -401,9 +402,9 @@ def read_answers(
 def _check_versions(meta: dict[str, Any], request: GenerationRequest, versions: range) -> None:
     """Write the committed version into every span. Raises StaleWeightsError for a span of another version."""
     committed_name = {str(version): str(version) for version in versions}
-    # A response that an update to version N interrupted continues before the commit, while the canary scores the
-    # engines. Its tokens of this time have the version ``unverified-N``, and the version N is committed right after. No
-    # call begins in this time, so only versions after a call's first version can be unverified.
+    # An update to version N may interrupt a response. The response continues when the engines resume for the canary,
+    # which is the last check before the commit of N. Until the commit the response's tokens have the version
+    # ``unverified-N``. No call begins between resume and commit, so the first version of a call is never unverified.
     for version in versions[1:]:
         committed_name[f"{UNVERIFIED_VERSION}{version}"] = str(version)
     try:

@@ -133,7 +133,8 @@ def compare_server(
     # SGLang does not report its context length. It reports the length of the longest prompt plus one. This value
     # follows from the context length, or from the cache size if the cache is smaller. So the value says nothing about
     # the context length of a server whose cache is too small.
-    context_positions = info.get("max_req_input_len", needed_tokens) + PROMPT_SPARE_POSITIONS - 1
+    longest_prompt = info.get("max_req_input_len", needed_tokens) - 1
+    context_positions = longest_prompt + PROMPT_SPARE_POSITIONS
     needed_positions = config.sequence_tokens + SPARE_POSITIONS
     has_enough_cache = needed_tokens <= info["max_total_num_tokens"]
     if has_enough_cache and context_positions < needed_positions:

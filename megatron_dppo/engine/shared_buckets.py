@@ -58,7 +58,7 @@ def shared_payloads(header: WireHeader, data: Tensor, ranks: int) -> list[str]:
 def open_payload(payload: str, index_of: Mapping[str, int]) -> dict[str, Any]:
     """Open a payload of ``shared_payloads`` in a process that does nothing else: the function changes torch for good.
 
-    ``index_of`` has the device index of each UUID, as SGLang's own receiver looks it up.
+    ``index_of``: the UUID of a device -> its index in this process. SGLang's own receiver does the same look-up.
     """
     rebuild = reductions.rebuild_cuda_tensor
 
@@ -121,8 +121,8 @@ def _uuid(device: int) -> str:
 
 @contextmanager
 def _file_system_sharing() -> Iterator[None]:
-    # torch's other strategy sends file descriptors. Only a child process can receive file descriptors. A server would
-    # end if it received them.
+    # torch's other strategy sends file descriptors. Only a process that ``multiprocessing`` started can receive file
+    # descriptors. A server is no such process, and would end.
     # The strategy is global to the process. The lock is needed because one thread allocates a bucket while another
     # thread sends the previous bucket.
     with _SHARING:

@@ -71,7 +71,7 @@ class Occupation:
         return frozenset(tag for tag, state in self._states.items() if state == "released")
 
     def check(self, action: str, *tags: MemoryTag) -> None:
-        """Check that the memory of ``tags`` is resident, because ``action`` needs it. No tags: all tags.
+        """Check that the memory of ``tags`` is resident, because ``action`` needs it. Without ``tags``, check all tags.
 
         Raises MemoryOrderError if this memory is released, and EngineLostError if its state is unknown.
         """
@@ -115,8 +115,9 @@ class Occupation:
 
 
 AXES = ".rotary_emb.axis_map"
-"""End of a buffer's name. In a model with positions of several axes, the buffer has the axis of each frequency. The
-buffer follows from config.json. No update writes the buffer, but SGLang hashes it."""
+"""End of the name of a buffer in models with M-RoPE, whose positions have several axes. The buffer has, for each rotary
+frequency, the axis whose position is used. The buffer follows from config.json. No update writes the buffer, but
+SGLang hashes it."""
 PROBE = "rotary_emb.inv_freq"
 """Name of a tensor that SGLang's models accept and ignore, because older checkpoints contain it; no model has it."""
 FUSED: Mapping[str, tuple[str, ...]] = {
@@ -287,8 +288,8 @@ class EngineWeights:
         Running requests keep their tokens and return to the queue without keys and values. After ``resume`` the server
         recomputes the keys and values with the weights that it has then.
         """
-        # Mode ``in_place`` would continue with keys and values of the old weights. At the pause, the old weights may
-        # still compute a token. Mode ``in_place`` would label this token with the new version.
+        # Mode ``in_place`` would continue with keys and values of the old weights. Also, the old weights may still
+        # compute a token at the pause, and mode ``in_place`` would label this token with the new version.
         await self._call("/pause_generation", {"mode": "retract"})
         await self.flush()
 
@@ -355,21 +356,22 @@ class EngineWeights:
                 f"{self.url}/generate: continuations have {[len(new_ids) for new_ids in tokens]} tokens, "
                 f"expected {1 + count} each"
             )
-        new_tokens: list[list[int]] = []
+        kept_tokens: list[list[int]] = []
         sequences: list[list[int]] = []
         for prompt, new_ids in zip(prompts, tokens, strict=True):
             length = 1 + count
             if end_before in new_ids:
                 length = new_ids.index(end_before)
-            new_tokens.append(new_ids[:length])
-            sequences.append([*prompt, *new_ids[:length]])
+            kept_ids = new_ids[:length]
+            kept_tokens.append(kept_ids)
+            sequences.append([*prompt, *kept_ids])
         scores = await self.score(sequences, adapter)
         decode = []
         prefill = []
-        for prompt, new_ids, new_scores, sequence_scores in zip(
-            prompts, new_tokens, log_probs, scores, strict=True
+        for prompt, kept_ids, new_scores, sequence_scores in zip(
+            prompts, kept_tokens, log_probs, scores, strict=True
         ):
-            decode.append(new_scores[1 : len(new_ids)])
+            decode.append(new_scores[1 : len(kept_ids)])
             # ``sequence_scores`` begins with the sequence's second token, so this slice begins with the second new
             # token.
             prefill.append(sequence_scores[len(prompt) :])
@@ -550,9 +552,10 @@ class EngineWeights:
     async def load_adapter(self, name: str, folder: str) -> dict[str, str]:
         """Make the engine load the adapter in ``folder``, in PEFT's format, as ``name``.
 
-        Returns the SHA-256 of each adapter tensor that the engine holds afterwards. A request for generation
-        names its adapter. If the adapter is not loaded, the server rejects the request; it never answers the request
-        without the adapter. Raises EngineAnswerError if the server's response has no digests.
+        Returns the SHA-256 of each adapter tensor that the engine holds afterwards. Raises EngineAnswerError if the
+        server's response has no digests.
+
+        A request for generation names its adapter. If this adapter is not loaded, the server rejects the request.
         """
         # Do not use SGLang's other endpoint: it receives tensors over HTTP and unpickles them.
         body = {"lora_name": name, "lora_path": folder}

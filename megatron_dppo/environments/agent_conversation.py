@@ -72,7 +72,7 @@ class _Branch:
 
     Attributes:
         tools: definitions of tools. All calls of the branch have equal tools.
-        messages: messages up to the last turn.
+        messages: messages up to the policy's last turn, including this turn; empty before the first turn.
         has_waiting_call: whether a call waits for the branch's next turn.
     """
 
@@ -83,7 +83,7 @@ class _Branch:
     def deviation(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
         """Return why a call with these messages doesn't continue the branch; empty if the call continues it."""
         if self.has_waiting_call:
-            return "another call of it waits"
+            return "another call of this branch waits"
         for i, expected_message in enumerate(self.messages):
             sent_message = messages[i] if i < len(messages) else None
             if sent_message != expected_message:
@@ -92,7 +92,7 @@ class _Branch:
                     f"expected {shortened(expected_message)}"
                 )
         if tools != self.tools:
-            return "tools: got others than in its first call"
+            return "tools: got others than in the first call of this branch"
         new_messages = messages[len(self.messages) :]
         if not new_messages or any(message["role"] == "assistant" for message in new_messages):
             return f"expected messages of others after the policy's turn, message {len(self.messages) - 1}"
@@ -245,8 +245,8 @@ class Conversation:
         if len(deviations) == self._most_branches:
             raise RefusedCallError(
                 409,
-                f"{deviations[-1]}: it continues none of the session's {len(deviations)} branches, and there may be "
-                "no more (environment.options.branches)",
+                f"{deviations[-1]}: the call continues none of the session's {len(deviations)} branches, and there may "
+                "be no more (environment.options.branches)",
             )
         return len(deviations)
 

@@ -105,15 +105,15 @@ def attend(
         if is_causal:
             is_seen = is_seen.tril()
     # PyTorch adds a mask of floats to the logits.
-    logits = torch.zeros(is_seen.shape, dtype=query.dtype).masked_fill(~is_seen, -math.inf)
-    added = torch.cat(
+    mask = torch.zeros(is_seen.shape, dtype=query.dtype).masked_fill(~is_seen, -math.inf)
+    mask_and_sinks = torch.cat(
         [
-            logits.expand(heads, *logits.shape),
+            mask.expand(heads, *mask.shape),
             sinks.to(query.dtype).view(heads, 1, 1).expand(heads, length, 1),
         ],
         -1,
     )
     padded_key, padded_value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
     return F.scaled_dot_product_attention(
-        query, padded_key, padded_value, attn_mask=added[None], **options
+        query, padded_key, padded_value, attn_mask=mask_and_sinks[None], **options
     )

@@ -80,9 +80,10 @@ def convolve_next(
 ) -> Tensor:
     """silu(causal convolution) of the next token of each request, x [B, C] -> [B, C]; updates ``conv_states``."""
     width = weight.shape[1]
+    before = width - 1
     slots = conv_state_indices.long()
     tokens = torch.cat([conv_states[slots].to(x.dtype), x[:, :, None]], 2)
-    conv_states[slots] = tokens[:, :, 1 - width :].to(conv_states.dtype)
+    conv_states[slots] = tokens[:, :, -before:].to(conv_states.dtype)
     sums = (tokens[:, :, -width:].float() * weight.float()).sum(-1)
     if bias is not None:
         sums = sums + bias.float()
@@ -229,8 +230,10 @@ def split_by_section(
     key_size: int,
     value_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split two products that are ordered by section, [T, q k v z] and [T, b a], into [T, q k v], z [T, V, E], b and
-    a."""
+    """Return the results of ``split_by_head`` from two products that are ordered by section.
+
+    ``qkvz`` has q of all heads, then k, v and z of all heads. ``ba`` has b of all heads, then a.
+    """
     value_width = value_heads * value_size
     mixed, gates = qkvz.split([2 * key_heads * key_size + value_width, value_width], 1)
     b, a = ba.split(value_heads, 1)

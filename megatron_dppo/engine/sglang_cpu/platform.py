@@ -74,7 +74,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return algorithm == speculation.NGRAM
 
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:
-        """Replace SGLang's CUDA kernels of n-gram speculation: SGLang calls this before it makes its memory pools."""
+        """Return None, so that SGLang uses its own worker, and replace the CUDA kernels of n-gram speculation.
+
+        SGLang calls this method before it makes its memory pools.
+        """
         if algorithm == speculation.NGRAM:
             speculation.use_pytorch(_replace)
         return None

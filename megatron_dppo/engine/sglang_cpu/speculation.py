@@ -51,7 +51,7 @@ def use_pytorch(replace: Callable[[types.ModuleType, str, Any], None]) -> None:
     replace(allocation, "assign_req_to_token_pool_func", assign_locations)
     replace(spec_tree, "verify_tree_greedy_func", verify_greedily)
     # SGLang has None in the place of kernels that a platform lacks. ``replace`` finds the modules that have imported a
-    # function, but it cannot find modules by None. So set the functions in each module.
+    # function by comparing with the function, which None does not allow. So name each module here.
     for module in (verify_sampling, eagle_utils):
         module.tree_speculative_sampling_target_only = verify_by_sampling
     for module in (renorm, eagle_utils):
@@ -61,7 +61,7 @@ def use_pytorch(replace: Callable[[types.ModuleType, str, Any], None]) -> None:
     pool._init_kv_copy_and_warmup = _copy_plainly
     pool._move_kv_cache_impl = _move_rows
     hooks.register(ATTENTION, attend_in_trees, "around")
-    # SGLang has already applied its hooks, so apply the hook of the line above here.
+    # ``register`` leaves the first hook of a target to ``apply_hooks``. SGLang has already called ``apply_hooks``.
     HookRegistry.apply_hooks()
 
 
@@ -162,13 +162,13 @@ def verify_by_sampling(
         while True:
             node = path[-1]
             children = tree.children(node)
-            tokens = [tree.tokens[child] for child in children]
-            sums = probs[node, tokens].cumsum(0)
+            child_tokens = [tree.tokens[child] for child in children]
+            sums = probs[node, child_tokens].cumsum(0)
             drawn = (sums > coins[request][node]).nonzero()
             if not drawn.numel():
                 break
             path.append(children[int(drawn[0])])
-        last_token = _drawn(probs[path[-1]], tokens, final_coins[request])
+        last_token = _drawn(probs[path[-1]], child_tokens, final_coins[request])
         accept_token_num[request] = len(path) - 1
         _write_path(request, path, tree, last_token, retrive_index, predicts, accept_index)
 
