@@ -47,8 +47,8 @@ GAP_STALE = _metric(
 
 FREQUENCY_EVIDENCE = _metric(
     "mismatch/frequency_evidence",
-    "log10 of the evidence, since the ranks started, that tokens sampled at equal weights are not drawn from mu. At most "
-    "a share of 10^-n of healthy runs ever exceeds the value n",
+    "log10 of the evidence, since the ranks started, that tokens sampled at equal weights are not drawn from mu. At "
+    "most a share of 10^-n of healthy runs ever exceeds the value n",
 )
 
 # Metrics of the tokens that train: sums over micro-batches and ranks.
