@@ -31,8 +31,8 @@ class FrequencyCanary:
     """Tests whether sampled tokens are as frequent as mu predicts.
 
     The test is a martingale over all tokens since the ranks started. ``token_metrics._surprise`` computes two numbers
-    xi for each token, one for each side in ``_SIDES``. Each xi is at least -c, with c = LONGEST_SURPRISE. If a token is drawn
-    from mu, the mean of xi is at most 0. For 0 <= a < 1 (Fan, Grama and Liu, 2015),
+    xi for each token, one for each side in ``_SIDES``. Each xi is at least -c, with c = LONGEST_SURPRISE. If a token is
+    drawn from mu, the mean of xi is at most 0. For 0 <= a < 1 (Fan, Grama and Liu, 2015),
 
         exp(a xi / c - psi(a) xi^2 / c^2) <= 1 + a xi / c,    psi(a) = -log(1 - a) - a.
 
