@@ -161,7 +161,9 @@ def _standard_output() -> IO[str]:
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints each record as one line; records of other packages from WARNING on, and no Python warnings.
+    """Prints each record as one line.
+
+    Of other packages' records, only records from WARNING on are printed, and no Python warnings.
 
     rich's own handler wraps lines at the terminal's width (80 columns in a pipe), which breaks ``grep``.
     """
@@ -189,7 +191,7 @@ class LogFile(logging.FileHandler):
         self._has_reported = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's own name
-        """Report an OSError once, on standard error; logging itself prints a traceback for each record."""
+        """Report an OSError once, on standard error. ``super`` would print a traceback for each record."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -263,7 +265,7 @@ def note_failure() -> None:
     """Write the time at which this rank failed. Later calls have no effect.
 
     Call this before the rank releases its resources, because the release may take long. The rank with the earliest time
-    is the likely cause: ranks that fail because of this rank may exit before it.
+    is the likely cause. The order of exits does not show the cause: ranks that fail later may exit earlier.
     """
     if _own_failure_mark is not None:
         # Mode "x" keeps the time of the first failure: further failures may follow while the process ends.

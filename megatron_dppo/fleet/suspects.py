@@ -20,8 +20,8 @@ _LOSSES = 2
 class Suspect:
     """A prompt that may kill servers.
 
-    ``request`` is one request for the prompt. Each of ``servers`` was lost while it, or the router, had a request for
-    the prompt.
+    ``request`` is one request for the prompt. Each of ``servers`` was lost while the server itself or the router had a
+    request for the prompt.
     """
 
     request: GenerationRequest
@@ -49,7 +49,7 @@ class Suspects:
 
     def questionable(self) -> list[Suspect]:
         """Return the prompts that were in flight at two losses or more, the prompts with the most losses first."""
-        # Copy the list: a rank's thread calls this while calls end in the event loop's thread.
+        # Copy the values: a rank's thread runs this method while the event loop's thread changes the dict.
         suspects = [s for s in list(self._by_prompt.values()) if len(s.servers) >= _LOSSES]
         return sorted(suspects, key=_count_losses, reverse=True)
 

@@ -102,7 +102,7 @@ class ForkedRankGroup(RankGroup):
     def codes(self) -> list[int | None]:
         if self._server is None:
             return []
-        # Poll before reading: all that a server sent before its end is then in the socket.
+        # Poll before reading the codes. If the server has ended by the poll, all its reports are in the socket already.
         server_code = self._server.process.poll()
         codes = [rank.reported_code() for rank in self._ranks]
         has_first_ended = not codes or codes[0] is not None
@@ -119,6 +119,7 @@ class ForkedRankGroup(RankGroup):
     def clear(self) -> None:
         forked = []
         for rank in self._ranks:
+            # A cancelled rank has no process: the server has not forked the rank yet.
             was_cancelled = rank.cancel()
             if not was_cancelled:
                 forked.append(rank)
@@ -146,7 +147,7 @@ def shares_imports(ranks: int, gpus: int) -> bool:
 
 
 def share_imports(servers: SharedForkServers, config: TrainConfig, output: int) -> None:
-    """Add to ``servers`` the fork servers that a run of ``config`` needs. This machine has no GPUs.
+    """Add to ``servers`` the fork servers that a run of ``config`` needs on a machine without GPUs.
 
     The fork servers have this process's environment variables, and write to the descriptor ``output``.
     """

@@ -175,8 +175,8 @@ def local_placement(ranks: int, sections: ServerSections | None, machine: Machin
 def servers_beside(sections: ServerSections | None) -> int:
     """Count the servers that generate on this machine while the ranks train. The ranks leave a core to each of them.
 
-    The threads of a rank's parallel loop spin until the last thread has finished. With one core too few, every loop
-    takes as long as its last thread waits for a core.
+    The threads of a rank's parallel loop spin until the last thread has finished. With one core too few, one thread
+    waits for a core in every loop, and all other threads wait for this thread.
     """
     if sections is None or sections.engine.placement == "colocated":
         return 0

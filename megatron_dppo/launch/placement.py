@@ -246,7 +246,7 @@ class Roles:
         """
         _require_fit(self, devices)
         hosts_of_ranks = ceil(self.ranks / devices)
-        # The hosts that have devices before the servers' first device. Servers may use the rest of the last of them.
+        # Count the hosts with devices before the servers' first device. The last of these hosts may have free devices.
         earlier_hosts = ceil(self.first_server_device / devices)
         if self.server_devices > devices:
             server_hosts = self.servers * (self.server_devices // devices)
@@ -333,7 +333,7 @@ def _servers(
     devices_per_host = min(roles.server_devices, devices)
     hosts_per_server = roles.server_devices // devices_per_host
     first_port = roles.port
-    # Every start uses the port that the configuration has.
+    # 0: a port of the configuration is the same at every start.
     port_step = 0
     if first_port is None and master_port is not None:
         first_port = master_port + _FIXED_PORTS

@@ -47,8 +47,8 @@ class JobState:
 class LocalRun:
     """A run that was started without Slurm.
 
-    ``holder`` is the last process that held its lease. ``state`` is RUNNING, ``UNKNOWN`` if the process is on another
-    machine, or None if it has ended. ``has_released``: whether it released the lease at its end.
+    ``holder`` is the last process that held the run's lease. ``state`` is None if the holder has ended. Otherwise it is
+    RUNNING, or ``UNKNOWN`` for a holder on another machine. ``has_released``: whether the holder released the lease.
     """
 
     holder: Holder
@@ -96,7 +96,10 @@ def run_state(directory: Path) -> JobState | LocalRun:
 
 
 def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
-    """Return the state of the job that was submitted last; without a recorded submission, of the last attempt's job."""
+    """Return the state of the job that was submitted last.
+
+    If no submission was recorded, return the state of the last attempt's job.
+    """
     file = directory / JOB_FILE
     job = None
     if file.is_file():

@@ -41,8 +41,8 @@ class ServerStarts:
     Attributes:
         runtime_at: returns the runtime of a server on one host or over several hosts.
         address: this process listens for the ranks at this address.
-        host_now: takes a host of the placement and returns the host for a restart. It is another host if the first one
-            has died.
+        host_now: takes a host of the placement and returns the host for a restart: the same host, or another host if
+            the host of the placement has died.
     """
 
     runtime_at: Callable[[Sequence[Host]], Runtime]

@@ -201,8 +201,8 @@ class SrunProcess(processes.StartedProcess):
 
     def kill(self) -> None:
         """Make Slurm kill the tasks; returns when srun has ended."""
-        # After a takeover, this job's steps with these numbers belong to the other start. So kill only srun. The tasks
-        # end without it: Slurm has ended this attempt, and the tasks have fences of their own.
+        # After a takeover, the step with this srun's number may be a step of the other start. So kill only srun. The
+        # tasks end without a request: Slurm has ended this attempt, and the tasks have fences of their own.
         try:
             self._fence()
         except FencedError:
@@ -313,7 +313,7 @@ class SrunRanks:
         self._directory = directory
         self._messages = directory.step_messages
         self._ranks_per_task = placement.ranks_per_host if forks else 1
-        # A task is a host if it forks ranks; otherwise a task is a rank.
+        # With ``forks``, a task forks all ranks of a node. Otherwise a task is a rank.
         output_prefix = "node" if forks else "rank"
         logs = directory.path / "logs"
         if forks:
@@ -359,8 +359,8 @@ class SrunRanks:
         processes.feed(self._popen, secrets)
 
     def ended(self) -> bool:
-        # Slurm may report 0 for a step whose node died, so the run counts as finished only by its files
-        # (``cluster.slurm.decisions``).
+        # Slurm may report 0 for a step whose node died. So ``cluster.slurm.decisions`` also uses the run's files to
+        # tell whether the run has finished.
         return self._code() == 0
 
     def failures(self, grace_s: float) -> list[RankFailure]:

@@ -138,7 +138,7 @@ class Outcome:
 
     Attributes:
         code: exit code: 0 at the run's end, the stop's code after a requested stop, 1 for a failure.
-        ending: ``succeeded``: by another start, which has taken over the run. ``refused``: nothing was started.
+        ending: ``succeeded`` if another start has taken over the run; ``refused`` if nothing was started.
         detail: text of a failure for the user, or the reason of a stop in one word.
     """
 
@@ -160,7 +160,8 @@ class RankRestarts:
     """The restarts of a run's ranks. Servers, router, lease and keys stay as they are.
 
     An error of a rank (not its death by a signal) would probably repeat if the run has made no progress since the ranks
-    started. At the first start of the ranks, one such error ends the run; at a later start, two such errors in a row.
+    started. After the first start of the ranks, one such error ends the run. After a later start, the second such error
+    in a row ends the run.
 
     Attributes:
         budget: limits number and pace of restarts.

@@ -88,7 +88,7 @@ def returns_by_turn(t: Trajectory, score: float, penalty: float) -> list[float]:
         penalty: at most 0: the reward after penalties (length, truncation) minus the reward before them.
     """
     rewards = t.turn_rewards
-    # The place of each turn in the order of sampling. The first turn has place 0 in both orders.
+    # The place of each turn of ``rewards`` in the order of sampling. The first turn was also sampled first.
     places = t.turn_times or range(len(rewards))
     returns = [t.reward]
     for turn_place in places[1:]:

@@ -30,7 +30,7 @@ class RunStoppedError(Exception):
 class StopFlag:
     """Whether a clean stop was requested: by SIGTERM, or by the file whose path is in ``STOP_FILE_VARIABLE``.
 
-    The loop calls the flag at its next safe point. The supervisor turns Ctrl-C into SIGTERM. If ranks may run on other
+    The loop calls the flag at its safe points. The supervisor turns Ctrl-C into SIGTERM. If ranks may run on other
     hosts (under Slurm, or with ``--hosts``), the supervisor writes the file instead. The signal or the file reaches the
     ranks at different times, so the ranks must agree before they stop.
     """

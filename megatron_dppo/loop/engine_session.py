@@ -1,9 +1,9 @@
 """Generation and weight updates of a run: both survive the death of servers.
 
 Every public method except ``start`` and ``drop`` is collective over all trainer ranks. Servers serve with committed
-weights only: at each weight update the ranks agree on the members (``fleet.membership``), and the update reaches all
-members or fails. When the last server is lost during generation, the ranks agree on the loss, wait for another server,
-send it the current weights, verify them, and request only the missing responses.
+weights only: at each weight update the ranks agree on the servers that take part, the members (``fleet.membership``).
+The update reaches all members or fails. When the last server is lost during generation, the ranks agree on the loss,
+wait for another server, send it the current weights, verify the weights, and request only the missing responses.
 """
 
 from __future__ import annotations
@@ -236,9 +236,9 @@ class EngineSession:
                 connections.break_off()
             try:
                 if self._devices.is_shared:
-                    # Make room for the trainer's weights, which the update reads. Don't release the servers' weights,
-                    # which the update writes. Most servers released the other memory in the trainer's turn already. New
-                    # servers still hold it, and so do all servers before the first update and after a failed update.
+                    # Make room for the trainer's weights, which the update reads. Release all tags except the servers'
+                    # weights, which the update writes. Most servers released these tags in the trainer's turn already.
+                    # New servers hold the tags. Before the first and after a failed update, all servers hold the tags.
                     tags = [tag for tag in self._devices.released if tag != "weights"]
                     self._updater.release_memory(tags)
                     self._clear_devices(tags)
@@ -496,6 +496,7 @@ class EngineSession:
 
     def _choose_members(self, *, waits: bool) -> list[membership.Member]:
         """Return the members that rank 0 chooses among the servers (``FleetMembership.choose``). Collective."""
+        # The servers that a rank has lost since the last call: name -> reason.
         suspended: dict[str, str] = {}
         for losses in collectives.all_gather_json(self._connections.client.take_losses()):
             suspended |= losses

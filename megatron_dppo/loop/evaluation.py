@@ -105,8 +105,9 @@ class Evaluator:
     def begin(self, step: int) -> Evaluation:
         """Start to generate the responses in the background. Not collective.
 
-        A generation has order 0 by default, and a batch has its step's number. So these responses are generated before
-        the responses of every batch. ``step``: the number of trained steps; the engine has the weights of this step.
+        These generations have order 0, the default. A batch's generation has the number of the batch's step as order.
+        So these responses are generated first. ``step``: the number of trained steps; the engine has the weights of
+        this step.
         """
         generations = {}
         for name in self.sets:

@@ -12,8 +12,8 @@ MAX_LOSSES = 5
 """Largest number of consecutive losses of the whole fleet, without a response or an update in between. One more loss
 ends the run.
 
-The supervisor bounds the restarts of the servers that it starts (``engine.max_restarts``). This limit bounds the losses
-of servers that are attached by URL.
+The supervisor also bounds the restarts of the servers that it starts (``engine.max_restarts``). Servers that are
+attached by URL have only this limit.
 """
 
 
@@ -35,7 +35,7 @@ class FailureLimits:
             )
 
     def count_refusal(self, reason: str, attempts: int) -> None:
-        """Count an update that all servers refused. Raises EngineUnavailableError after ``attempts`` equal refusals."""
+        """Count a refusal. Raises EngineUnavailableError at the ``attempts``-th refusal in a row for one reason."""
         if reason != self._refusal:
             self._refusals = 0
         self._refusals += 1

@@ -22,13 +22,16 @@ class FrequencyError(RunError):
 LARGEST_EVIDENCE = 6.0
 """Log10 of the evidence at which a run stops. At most one healthy run in a million stops, however long the runs are."""
 _FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
-"""The values of a: small values notice a small bias over many tokens, large values a large bias over few tokens."""
+"""The values of a, the parameter of the test (``FrequencyCanary``).
+
+Small values notice a small bias over many tokens, large values notice a large bias over few tokens.
+"""
 _SIDES = {"more": FREQUENCY_SUMS[:2], "less": FREQUENCY_SUMS[2:]}
 """Whether the tokens are "more" or "less" surprising than mu predicts -> names of the sums of xi and xi^2."""
 
 
 class FrequencyCanary:
-    """Tests whether sampled tokens are as frequent as mu predicts.
+    """Tests whether sampled tokens are as frequent as mu, the engine's reported distribution, predicts.
 
     The test is a martingale over all tokens since the ranks started. ``token_metrics._surprise`` computes two numbers
     xi for each token, one for each side in ``_SIDES``. Each xi is at least -c, with c = LONGEST_SURPRISE. If a token is
@@ -45,8 +48,8 @@ class FrequencyCanary:
     The test skips batches that are selected by rewards or lengths (``rollout.drop_zero_variance_groups``,
     ``algorithm.truncated_responses: drop``), because their tokens are not distributed as mu. For a replayed batch, and
     for tokens that other weights sampled (``at_equal_weights`` False), it only warns. With other weights, pi may be
-    many times mu at a rare token. Cutting xi at -c then removes the negative terms that keep the mean at 0. So the mean
-    may be positive even though the tokens were drawn from mu.
+    many times mu at a rare token. The token's xi is then far below -c and is raised to -c. This raises the mean of xi,
+    so the mean may be positive even though the tokens were drawn from mu.
     """
 
     def __init__(
@@ -84,8 +87,8 @@ class FrequencyCanary:
         )
         if self._stops_run:
             raise FrequencyError(
-                f"{message}; the last mini-batch was not trained on. A temperature that is missing in both, top-p or "
-                "top-k in the sampler: see docs/replay.md"
+                f"{message}; the last mini-batch was not trained on. Likely causes: a temperature that is missing in "
+                "both log-probabilities, or top-p or top-k in the sampler; see docs/replay.md"
             )
         if not self._has_warned:
             self._has_warned = True

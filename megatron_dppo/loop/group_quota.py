@@ -16,7 +16,7 @@ from megatron_dppo.config.schema import RolloutConfig
 
 @dataclass(frozen=True)
 class Selection:
-    """The candidates that make the batch, and counts of the other candidates.
+    """The candidates that make the batch, and counts of zero-variance and of unused groups.
 
     Attributes:
         positions: positions of the batch's groups among the candidates, ascending.
@@ -75,8 +75,9 @@ class GroupQuota:
         return math.ceil(round(missing_groups * self.oversampling, 6))
 
     def choose(self, flat: Sequence[bool]) -> Selection:
-        """Select the batch, once ``next_count`` returns 0. ``flat`` as there, with at least ``wanted`` groups.
+        """Select the batch, once ``next_count`` returns 0.
 
+        ``flat``: for each generated group, whether it has zero variance; at least ``wanted`` groups.
         The batch has the first groups with different rewards. Only if these are too few, zero-variance groups fill it.
         """
         if not self.filtering:
