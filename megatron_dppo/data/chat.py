@@ -169,7 +169,8 @@ def lacks_generation_prompt(
     except ChatTemplateError:
         return False
     text_before_answer, probe, _ = conversation.partition(_PROBE)
-    if not probe or prompt != bare_prompt or not text_before_answer.startswith(prompt):
+    has_generation_prompt = prompt != bare_prompt
+    if has_generation_prompt or not probe or not text_before_answer.startswith(prompt):
         return False
-    generation_prompt = text_before_answer.removeprefix(prompt)
-    return bool(generation_prompt.strip())
+    missing_text = text_before_answer.removeprefix(prompt)
+    return bool(missing_text.strip())

@@ -82,7 +82,7 @@ class Column:
         dtypes: Names of the allowed types. Values that are not an array get the first type.
         rows: The tokens that have a row.
         trailing: Names of the sizes of the axes after the rows. The sizes are equal in all trajectories of a batch.
-        fill: The value of rows without a value in a pack.
+        fill: In a pack, the number that stands in rows without a value.
         complete: True: either all trajectories of a batch have the column, or no trajectory has it. False: some
             trajectories may lack the column.
         packed: Whether micro-batches have the column.
@@ -189,8 +189,8 @@ LOG_PROB_ROUNDING = 1e-6
 
 
 def check_log_probs(log_probs: Sequence[float] | np.ndarray, location: str) -> None:
-    """Raise ValueError, with ``location`` and the position, for a number that is not finite or above
-    ``LOG_PROB_ROUNDING``."""
+    """Raise ValueError, with ``location`` and the position, for a number that is above ``LOG_PROB_ROUNDING`` or not
+    finite."""
     values = np.asarray(log_probs, dtype=np.float64)
     is_valid = np.isfinite(values) & (values <= LOG_PROB_ROUNDING)
     if not is_valid.all():
@@ -217,8 +217,8 @@ def check_topk(ids: np.ndarray, log_probs: np.ndarray, location: str) -> None:
 
 
 UNWRITTEN_TOKENS = 8
-"""A recording of one expert per token was never written if it has more tokens than this and only zeros. No router sends
-so many tokens to expert 0 of every layer."""
+"""A recording of one expert per token was never written if all its values are 0 and it has more than this number of
+tokens. No router sends so many tokens to expert 0 of every layer."""
 
 
 def check_recording(routed: np.ndarray, experts: int) -> None:
@@ -274,13 +274,13 @@ def _log_probs(array: np.ndarray, _: Mapping[str, np.ndarray], location: str) ->
     check_log_probs(array, f"{location}: rollout_log_probs")
 
 
-def _topk_ids(_: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> None:
+def _topk_pair(_: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> None:
     if not {"topk_ids", "topk_log_probs"} <= columns.keys():
         raise ValueError(f"{location}: topk_ids and topk_log_probs go together")
 
 
 def _topk(ids: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> None:
-    _topk_ids(ids, columns, location)
+    _topk_pair(ids, columns, location)
     check_topk(columns["topk_ids"], columns["topk_log_probs"], location)
 
 
@@ -336,7 +336,7 @@ TOPK_IDS = declare(
         Rows.SAMPLED,
         ("topk",),
         fill=-1,
-        check=_topk_ids,
+        check=_topk_pair,
         read_by=ReadBy.LAST,
     )
 )
@@ -396,8 +396,8 @@ LOSS_COLUMNS = tuple(
 )
 """The inputs of the loss for each token, in the optimiser step that trained on it. Only saved batches have them.
 
-All responses with a gradient have log pi (``loss_log_probs``), and whether the token trained. If the loss had them,
-responses also have log pi' (``loss_recomputed_log_probs``), log pi at TopK(mu) and the entropy of pi. If the mask
-compares a divergence with a threshold, responses have the divergence. Responses without a gradient have none of these
-columns.
+Responses without a gradient have none of these columns. All other responses have ``loss_log_probs`` (log pi) and
+``loss_trains`` (whether the token trained). Each of the other columns exists only if the loss had its values:
+``loss_recomputed_log_probs``, ``loss_topk_log_probs`` (log pi at TopK(mu)), ``loss_entropy`` (the entropy of pi) and
+``loss_divergence`` (the divergence that the mask compares with a threshold).
 """

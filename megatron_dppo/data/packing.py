@@ -148,8 +148,8 @@ def pack(
 
     Raises:
         ValueError: An error of ``forms_of``; ``pad_multiple`` is below 1 or no multiple of ``sequence_multiple``; or a
-            column of sampled tokens that train has an invalid value: a log-probability that is not finite or
-            above 0, or a Top-K id twice.
+            trajectory with a gradient has an invalid value in a column of sampled tokens: a log-probability that is
+            above 0 or not finite, or a Top-K id twice.
     """
     if pad_multiple < 1:
         raise ValueError(f"pad_multiple must be at least 1, got {pad_multiple}")

@@ -65,8 +65,8 @@ class PromptForm:
     apply_chat_template: bool = True
     system_prompt: str | None = None
     template: str | None = None
-    # The repr excludes the arguments: seals have a hash of the repr, and the hash of a form without arguments must stay
-    # equal to saved hashes.
+    # The repr leaves out the arguments. Seals have a hash of the repr, and saved seals of runs without arguments must
+    # stay valid. The run hashes its arguments separately (loop/inputs.py).
     arguments: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
     def of(self, prompt: Prompt, location: str) -> Prompt:
@@ -109,8 +109,8 @@ class ProblemRecords(NamedTuple):
         sha256: Hash of the file, or of all files.
         parts: The files in their order.
         tools: Definitions of functions of each problem.
-        unread: Column -> number of records that have a value in this column. The columns are those that look like
-            content but are not in the prompts.
+        unread: For columns that look like content but are not in the prompts: column -> number of records that have a
+            value in the column.
     """
 
     prompts: list[Prompt]
@@ -230,8 +230,8 @@ def load_problems(
     metadata = records.metadata
     unanswered = records.unanswered
     locations = records.locations
-    # Records may lack an answer, because not every reward needs one. But with a key from the configuration, some record
-    # must have an answer.
+    # Records may lack an answer, because not every reward needs one. But if the configuration names the key of answers,
+    # some record must have an answer.
     if keys_of.answer is not None and len(unanswered) == len(prompts):
         raise DataError(f"{locations[0]}: {unanswered[0]}; no record of the file has an answer")
     positions = short_enough(tokenizer, prompts, max_prompt_tokens)
@@ -249,7 +249,8 @@ def load_problems(
             continue
         prompt = prompts[i]
         prompt_tools = tuple(records.tools[i])
-        messages = _messages_beyond_text(prompt, form.of(prompt, locations[i]))
+        whole_prompt = form.of(prompt, locations[i])
+        messages = _problem_messages(prompt, whole_prompt)
         problems.append(
             Problem(i, text_of(prompt), answers[i], ids, messages, metadata[i], prompt_tools)
         )
@@ -374,8 +375,8 @@ def _messages(prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
     return tuple(prompt)
 
 
-def _messages_beyond_text(prompt: Prompt, whole_prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
-    """The messages of ``whole_prompt``; empty if ``whole_prompt`` is a text and equals ``prompt``.
+def _problem_messages(prompt: Prompt, whole_prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
+    """``Problem.messages``: the messages of ``whole_prompt``; empty if ``whole_prompt`` is text equal to ``prompt``.
 
     ``whole_prompt`` is the result of ``PromptForm.of`` for ``prompt``.
     """
@@ -402,8 +403,8 @@ def short_enough(
 ) -> list[int]:
     """Positions of the prompts that may be short enough, by their number of characters.
 
-    A prompt of more characters than ``max_prompt_tokens`` tokens can have is surely too long. It is not tokenised,
-    because tokenising megabytes takes gigabytes of memory.
+    A prompt is surely too long if it has more characters than ``max_prompt_tokens`` times the longest token. Such a
+    prompt is not tokenised, because tokenising megabytes takes gigabytes of memory.
     """
     longest_token = max(map(len, tokenizer.get_vocab()), default=1)
     max_characters = longest_token * max_prompt_tokens

@@ -415,7 +415,7 @@ class Preparation:
     _seen_rows: set[tuple[str, str]] = field(default_factory=set)
     """Problem and answer of each row, as published."""
     _problem_of: dict[str, str] = field(default_factory=dict)
-    """Key of a problem, its text with single spaces -> the problem in ``answers``."""
+    """Key -> the problem in ``answers``. The key is the problem's text with single spaces."""
     _conflicting_keys: set[str] = field(default_factory=set)
 
     def add(self, record: Mapping[str, Any], schema: Schema, where: str) -> None:

@@ -121,7 +121,8 @@ def columns_of(path: Path) -> list[str]:
 def stream_records(path: Path, columns: Sequence[str]) -> Iterator[Record]:
     """Yield the records of a file one by one. A record has at least the values of ``columns``.
 
-    The file may also be a JSON document: a list of objects, or one object, as MATH was first published.
+    The file may also be a JSON document: a list of objects, or one object. MATH was first published as one object a
+    file.
     """
     if is_columnar(path):
         return _rows(path, columns)
@@ -210,7 +211,9 @@ def _parse_lines(path: Path, content: bytes) -> tuple[list[Record], list[str]]:
 
 
 def _parse_text(text: bytes, location: str) -> Any:
-    """Parse a JSON value. Raises DataError beginning with ``location``, also for text that no file can store."""
+    """Parse a JSON value. Raises DataError beginning with ``location``: for invalid JSON, and for a string in the value
+    that no file can store.
+    """
     try:
         value = json.loads(text)
         # json accepts the escape of half a surrogate pair, but such text cannot be written to a file. Encoding it here
@@ -308,9 +311,9 @@ def _faults_named(path: Path) -> Iterator[None]:
 Prompt = str | list[dict[str, Any]]
 """Text, or chat messages with the content as text."""
 Keys = tuple[tuple[str, ...], ...]
-"""Rows of column names; upper and lower case are equal. All names of a row have the same meaning. The first row is used
-that names a column which is not blank in the record. If the record has several such columns of this row, their values
-must be equal."""
+"""Rows of column names; upper and lower case are equal. All names of a row have the same meaning. A record's value
+comes from the first row with a column that is not blank in the record. If several columns of this row are not blank,
+their values must be equal."""
 PROMPT_KEYS: Keys = (
     ("prompt",),
     ("problem", "question", "query", "instruction"),
@@ -339,7 +342,8 @@ UNREAD_KEYS = (
     *("article", "choices", "options", "input", "history"),
     *("functions", "tool_definitions", "available_tools", "tool_schemas"),
 )
-"""Columns with names that suggest content. They are not added to a prompt, except ``input`` to ``instruction``."""
+"""Columns with names that suggest content. They are not added to a prompt, with one exception: ``input`` is appended to
+a prompt from ``instruction``."""
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """ShareGPT's names of roles -> the usual names. Other names are kept."""
 
@@ -388,7 +392,8 @@ def answer_of(record: Mapping[str, Any], key: str | None = None) -> str:
     have different answers.
     """
     if key is not None:
-        if _steps(key)[0] not in record and key not in record:
+        # ``key`` is the whole name of a column, perhaps with dots, or a path that begins with the name of a column.
+        if key not in record and _steps(key)[0] not in record:
             raise UnansweredError(f"no {key!r}, found {keys(record)}")
         return _answer(value_at(record, key), key)
     values = _values(record, ANSWER_KEYS)
@@ -524,7 +529,7 @@ def _all_text(prompt: Prompt) -> str:
 
 
 def _is_empty(value: object) -> bool:
-    """Whether a value is empty. Lists and objects of empty values count, because columnar files have these."""
+    """Whether a value is empty. A list or object of empty values is empty too: columnar files have such values."""
     if isinstance(value, Mapping):
         return all(map(_is_empty, value.values()))
     if isinstance(value, list | tuple):
@@ -573,6 +578,7 @@ def _values(record: Mapping[str, Any], rows: Keys) -> dict[str, Any]:
             if "." not in name:
                 record_keys = [key for key in record if key.lower() == name]
             for key in record_keys:
+                # If a structure lacks the field, ``value_at`` returns None, which is a blank value.
                 if key in record or _is_structure(record, key):
                     row_values[key] = value_at(record, key)
         values = {key: value for key, value in row_values.items() if not _is_blank(value)}
@@ -584,9 +590,7 @@ def _values(record: Mapping[str, Any], rows: Keys) -> dict[str, Any]:
 
 
 def _is_structure(record: Mapping[str, Any], path: str) -> bool:
-    """Whether the column of ``path`` has an object. If so, a field that this object lacks counts as a blank value.
-    ``path``: ``a`` for a column, ``a.b`` for a field of a structure.
-    """
+    """Whether the column of ``path`` has an object. ``path``: ``a`` for a column, ``a.b`` for a structure's field."""
     return isinstance(record.get(path.partition(".")[0]), Mapping)
 
 
@@ -616,7 +620,7 @@ def _prompt(value: object, key: str, location: str) -> Prompt:
         return [_as_json(message, f"{location}: {key!r}") for message in messages]
     raise DataError(
         f"{location}: {key!r} is {shorten(value)}, expected text or a list of chat messages with a role and a content, "
-        "not the assistant's alone"
+        "at least one of them not the assistant's"
     )
 
 
@@ -696,7 +700,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def value_at(record: Mapping[str, Any], path: str) -> Any:
-    """The value under ``a``, under ``a.b`` in a structure, or under ``a[-1]`` in a list; None without one."""
+    """The value under ``a``, under ``a.b`` in a structure, or under ``a[-1]`` in a list; None if there is no value."""
     if path in record:
         return record[path]
     value: Any = record

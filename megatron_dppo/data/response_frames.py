@@ -88,7 +88,7 @@ def read_frames(path: Path) -> Iterator[ScoredResponse]:
     with open(path, "rb") as file:
         while len(header := file.read(_HEADER)) == _HEADER:
             length = _content_length(header)
-            # A damaged length may be larger than the file, and then perhaps larger than the memory.
+            # A damaged length may be larger than the file. Reading this number of bytes might exhaust the memory.
             if not header.startswith(_MAGIC) or length > path.stat().st_size:
                 log.warning("%s: damaged before byte %d; the rest is not used", path, file.tell())
                 return
@@ -120,7 +120,7 @@ def _encode(response: ScoredResponse) -> bytes:
 
 
 def _decode(content: bytes) -> ScoredResponse:
-    # ``load`` returns no metadata. A safetensors file begins with 8 bytes, the length of a JSON header that has it.
+    # ``load`` returns no metadata, so read the JSON header, which has the metadata. The first 8 bytes are its length.
     header_length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + header_length])
     facts = json.loads(header["__metadata__"][_FACTS])

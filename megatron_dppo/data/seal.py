@@ -80,7 +80,7 @@ class Origin:
     def has_prompt(self, t: Trajectory) -> bool:
         """Whether the prompt of ``t`` is its problem's prompt, perhaps with an environment's first observation.
 
-        If an environment makes the prompts, every prompt of a known problem counts.
+        If an environment makes the prompts, the result is True for every prompt of a known problem.
         """
         problem = self.problems.get(t.problem_id)
         if problem is None:

@@ -14,8 +14,8 @@ The warm start imitates the mixed styles of a base model's training text. 40% of
 10`` has the running totals, then the answer. The other responses are estimates, ``= 12``, which are wrong by up to
 five. A model that imitates both is correct less than half of the time, and reinforcement learning can learn from the
 reward that working out is better. The problems of the tasks ``calculator`` and ``python`` are products with a number
-added or subtracted. In the warm start of these tasks, few conversations use the tool until the answer is found
-(``tool_pairs``).
+added or subtracted. In the warm start of these tasks, 15% of the conversations use the tool until the answer is found,
+and the others answer earlier (``tool_pairs``).
 
 Overrides apply to the warm start's configuration, warm_start.yaml. A finished folder is used again unless its sources,
 seed or overrides have changed.
@@ -103,7 +103,8 @@ def estimate(expression: str, rng: random.Random) -> str:
 
 
 TOOL_SHARES = {"estimate": 0.6, "half way": 0.25, "to the end": 0.15}
-"""Share of the warm start's conversations that answer at once, after the first tool call, or after the second."""
+"""Style -> share of the warm start's conversations in this style. A conversation answers at once ("estimate"), after
+the first tool call ("half way"), or after the second ("to the end")."""
 LARGEST_NUMBER = 99
 """Largest number that the tokenizer for products has."""
 
@@ -385,7 +386,7 @@ def _make(folder: Path, seed: int, overrides: Sequence[str], task: str) -> None:
 
 
 def fingerprint(seed: int, overrides: Sequence[str]) -> dict[str, object]:
-    """Return everything that the material depends on: hashes of its sources, seed and overrides."""
+    """Return what the material of a task depends on: the seed, the overrides, and hashes of the source files."""
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES}
     return {"seed": seed, "overrides": list(overrides), "sources": digests}
 
@@ -429,7 +430,7 @@ def run_to_the_end(
     started: Callable[[subprocess.Popen[bytes]], None] | None = None,
     inherited: Sequence[int] = (),
 ) -> int:
-    """Run ``command`` and return its exit code. Signals to this process let the command end by itself.
+    """Run ``command`` and return its exit code. After a signal to this process, wait until the command has ended.
 
     Args:
         command: program and arguments.
@@ -482,8 +483,8 @@ def main() -> None:
 EXPORT_BOUNDS: Mapping[Dtype, float] = {"float32": 1e-4, "bfloat16": 2.0}
 """Largest accepted difference of one token's log-probability, nats.
 
-In bfloat16 a token differs by up to 0.04 if trainer and export choose the same experts for it. It differs by up to 1.13
-if they choose different experts after a near tie in the router (tiny gpt_oss).
+With the tests' tiny gpt_oss in bfloat16, tokens differ by up to 0.04 if trainer and export choose the same experts. A
+token differs by up to 1.13 if trainer and export choose different experts for it after a near tie in the router.
 """
 _ONE_RANK = ("parallel.world_size=1", "parallel.expert=1")
 _SHARED_GPU = (

@@ -214,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
 
     checking = commands.add_parser(
         "check-rewards",
-        help="a reward against worked solutions: right for the line's answer, wrong for another",
+        help="test a reward: a worked solution must be right for its answer, and wrong for another",
     )
     checking.set_defaults(run=_check_rewards)
     checking.add_argument("file", type=Path, help="JSON Lines with 'solution' and 'answer'")

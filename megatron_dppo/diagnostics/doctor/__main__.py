@@ -5,16 +5,16 @@
 
 The run must have been started with ``rollout.save=true``. The command compares two sides with a reference: the
 engine's mu, and pi as the loss computed it in the step's first mini-batch. The reference is transformers in float32; it
-shares no code with engine or trainer. If a side differs, the command changes one thing at a time in the reference: the
-weights of another version or a part of them, temperature or filter, precision, positions, routing, keys and values of a
-cache. It names the change whose probabilities are nearest to the side's, and the tokens that show it. If no change
-explains the whole difference of a trainer with several processes, the command runs the trainer in one process. If the
-trainer in one process does not differ, the command names the parallel layout.
+shares no code with engine or trainer. If a side differs, the command changes one thing at a time in the reference: all
+weights, or a part of the weights, to those of another version; temperature or filter; precision; positions; routing;
+cached keys and values. The command names the change whose probabilities are nearest to the side's, and the tokens that
+show it. If a trainer with several processes differs, and no change explains the whole difference, the command runs the
+trainer in one process. If the trainer in one process does not differ, the command names the parallel layout.
 
 Then the command tests three more things:
 
-    sampling   The tokens were sampled as configured. The test compares the likelihoods of other samplers. mu and pi
-               may agree even if the tokens were sampled from neither.
+    sampling   The tokens were sampled as configured. The test compares the tokens' likelihoods under the configured
+               sampler and under others. mu and pi may agree even if the tokens were sampled from neither.
     copies     No responses of a group are copies.
     prompts    Tokenizer and template still make the same prompts.
 
@@ -27,8 +27,8 @@ device, recomputes pi with one more cause fixed in each pass:
     routing              experts as the engine recorded them (needs rollout.router_replay=true)
     precision            the trainer in float32 (if the run is not in float32, and without --no-precision)
 
-The decrease of mean |pi - mu| by a fix is the part of its cause; the rest before ``precision`` is numerics. A cause
-that is not possible in this run has no row.
+The part of a cause is the decrease of mean |pi - mu| when the cause is fixed. The mean that is left before
+``precision`` is numerics. A cause that is not possible in this run has no row.
 
 Without ``--step`` the command uses the last saved batch whose weights are known. It finds weights in the run:
 model.hf_checkpoint is version 0, a checkpoint of step N is version N, and RUN/hf is the version of the last step;
@@ -181,7 +181,7 @@ def report_parts(case: Case) -> None:
     known_weights = case.weights
     side = engine_side(case.batch)
     if side is None:
-        raise ValueError("no response of the batch has one weight version alone")
+        raise ValueError("no response of the batch was sampled by a single weight version")
     side_batch = [case.batch[i] for i in side.positions]
     batch = [t for t in side_batch if t.sampled]
     # Use the weights that trained on the batch if they are known, else the newest.

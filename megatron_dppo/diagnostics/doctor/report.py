@@ -296,7 +296,9 @@ class Doctor:
         engine = diagnosis.engine_side(self._batch)
         trainer = None
         if engine is None:
-            self._unexamined["engine"] = "no response of the batch has one weight version alone"
+            self._unexamined["engine"] = (
+                "no response of the batch was sampled by a single weight version"
+            )
         if config.lora.dropout:
             self._unexamined["trainer"] = "its pass has dropout (lora.dropout)"
         else:

@@ -635,7 +635,7 @@ def test_what_was_not_examined_is_not_said_to_be_well(run, tmp_path):
     batch = [t.with_columns(weight_version=np.arange(t.sampled, dtype=np.int32)) for t in run.batch]
     assert (
         examine(run, batch, tmp_path).unexamined["engine"]
-        == "no response of the batch has one weight version alone"
+        == "no response of the batch was sampled by a single weight version"
     )
     lora = run.config.lora.model_copy(update={"rank": 4, "dropout": 0.1})
     adapted = SimpleNamespace(
