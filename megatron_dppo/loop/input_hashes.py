@@ -72,7 +72,8 @@ def _listed(path: Path) -> Iterator[tuple[Path, str]]:
 class BackgroundHashes:
     """SHA-256 of files that all ranks can read. Each rank hashes a share of them in a thread. Collective.
 
-    A core with SHA instructions hashes 1.3 to 1.8 GB/s. One thread hashes a file, so the largest file bounds the time.
+    A core with SHA instructions hashes 1.3 to 1.8 GB/s. A file is never split, so all hashes take at least the time of
+    the largest file.
     """
 
     def __init__(self, files: Mapping[str, Path], topology: Topology) -> None:

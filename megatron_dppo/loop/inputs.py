@@ -178,8 +178,9 @@ class RunData:
         """Return the faults of the problems' answers.
 
         If the checks before the start have scored the answers already, their result is used. A run that replays
-        rollouts scores nothing, so only missing answers are faults. With ``data.on_bad_answer: drop``, however, it must
-        find the same faults as the replayed run: the replayed run drew only from the problems that were left.
+        rollouts scores nothing, so only missing answers are faults. With ``data.on_bad_answer: drop``, however, the
+        answers are scored. The replayed run drew only from problems without faults, so both runs must find the same
+        faults.
         """
         drops = self._config.data.on_bad_answer == "drop"
         if self._config.rollout.replay_from is not None and not drops:
@@ -232,7 +233,7 @@ class RunData:
             f"{len(self.train)} of {self.train.records} training problems are left "
             f"({self.train.dropped} prompts are longer than data.max_prompt_tokens = "
             f"{self._config.data.max_prompt_tokens}, {self.train.bad_answers} answers can't be used), expected at "
-            f"least rollout.prompts_per_step = {prompts_per_step}: a step would hold one twice"
+            f"least rollout.prompts_per_step = {prompts_per_step}: a step would train on a problem twice"
         )
 
     def _load(self, file: ProblemFile) -> ProblemSet:
@@ -265,7 +266,7 @@ class RunData:
 
 
 def _name(file: ProblemFile) -> str:
-    """Return the file's path and, if the configuration gives any, its keys: with other keys it has other problems."""
+    """Return the file's path, followed by the configured keys. With other keys, a file has other problems."""
     keys: list[str] = []
     for key in (file.prompt_key, file.answer_key, file.metadata_key):
         if key is not None:

@@ -59,8 +59,8 @@ token."""
 
 
 KEPT_TOPK = 64
-"""Largest K for which log pi at TopK(mu) is kept. It takes 4 x K bytes a token. The engine's ids and log-probabilities
-take 8 x K bytes more."""
+"""Largest K for which log pi at TopK(mu) is kept. Log pi takes 4 x K bytes a token. The engine's ids and
+log-probabilities take 8 x K bytes more."""
 
 
 class LossRecord:
@@ -528,11 +528,11 @@ class Learner:
 
         Activation recomputation and passes without gradient are not counted as FLOP.
         """
-        # The FLOP of a backward pass, as a multiple of the FLOP of a forward pass.
-        backward_forwards = BACKWARD_PRODUCTS
+        # FLOP of a backward pass, divided by the FLOP of a forward pass.
+        backward_ratio = BACKWARD_PRODUCTS
         if self._config.lora.rank:
-            backward_forwards = FROZEN_BACKWARD_PRODUCTS
-        flops = (1 + backward_forwards) * sum(plan.cost for plan in batch.plans)
+            backward_ratio = FROZEN_BACKWARD_PRODUCTS
+        flops = (1 + backward_ratio) * sum(plan.cost for plan in batch.plans)
         world_size = self._trainer.layout.world_size
         return {
             **arithmetic_speed(flops, seconds, world_size, platform.peak_flops()),
@@ -555,7 +555,7 @@ class Learner:
     def _packed(self, batch: PlannedBatch, plan: MiniBatchPlan) -> MiniBatch:
         """Pack this rank's share of one optimiser step.
 
-        Pack again for each use: the packed micro-batches of a whole step would take as much memory as its columns.
+        Pack again for each use: kept micro-batches would hold a second copy of their trajectories' columns.
         """
         replays_routing = self._config.router_replay
         delivery = batch.delivery

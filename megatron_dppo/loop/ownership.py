@@ -29,9 +29,9 @@ def announce(
     group_size: int,
     positions: Sequence[int],
 ) -> tuple[list[Outline], dict[int, Trajectory]]:
-    """Return the outlines of all leaders' trajectories, and this rank's ``trajectories`` by their index in this list.
+    """Return the outlines of all leaders' trajectories, and this rank's ``trajectories`` by the index of their outline.
 
-    The list has the groups in the order of ``positions``. Collective.
+    The outlines of a group are adjacent, and the groups are in the order of ``positions``. Collective.
 
     Args:
         trajectories: this leader's trajectories, groups adjacent, in the order of ``positions``.

@@ -44,9 +44,9 @@ class Recorder(Closing):
     """Writes the metrics row and the other records of each step on rank 0; does nothing on other ranks.
 
     If a write within a step fails, ``failure`` holds the error, and nothing more is written. A checkpoint of the step
-    is saved, and then all ranks end the run together. The checkpoint has the lines that were not written (``mark``),
-    and the start that resumes from it writes them. An incomplete line stays the last line of its file, and a resumed
-    run drops it.
+    is saved, and then all ranks end the run together. The checkpoint has the lines that were not written (``mark``). A
+    start that resumes from the checkpoint writes these lines. If the failed write left an incomplete last line in a
+    file, a resumed run drops the incomplete line.
 
     Args:
         run: the run's folder and length.
@@ -182,8 +182,8 @@ class Recorder(Closing):
     def lacks_evaluation(self, since: int) -> bool:
         """Return whether the last record lacks an evaluation that this start of the run should add.
 
-        This holds if the run resumes after the step of the last record, and no record from step ``since`` on has an
-        evaluation. The earlier start was then stopped before the evaluation that is due after step ``since``.
+        This holds if the last record is the record of the checkpoint's step, and no record from step ``since`` on has
+        an evaluation. The earlier start was then stopped before the evaluation that is due after step ``since``.
         """
         if self._writer is None or not self._evaluates:
             return False
@@ -238,8 +238,8 @@ class Recorder(Closing):
     def carry_over(self, values: Mapping[str, float]) -> None:
         """Keep the counts in ``values`` for the next record.
 
-        A resumed run writes no record of its start, and keeps the earlier records of the steps that it repeats. Without
-        this method the counts of these steps would be lost.
+        Two counts of a resumed run would be lost otherwise: the count of its start, because a start has no record, and
+        the count of a repeated step, because the step keeps its earlier record.
         """
         self._carried_counts = {name: values[name] for name in COUNTS if name in values}
 

@@ -7,9 +7,9 @@ training against its seal, a record of its origin (``data/seal.py``).
 The bound on staleness decides when a batch may begin. The batch of step n trains weight version n - 1, so its
 generation may begin once the trainer holds version n - 1 - ``max_staleness``. No older version can then sample a token
 of the batch. Batches are trained on in the order of their prompts' draws. So no batch is ever dropped for its age, and
-long responses are trained on as often as short responses. If the servers keep up, no other order keeps the bound. Every
-batch begins as soon as the bound allows it, so it has the largest allowed staleness at its turn. If a later batch went
-first, this batch would become too stale.
+long responses are trained on as often as short responses. Every batch begins as soon as the bound allows it. If the
+servers keep up, every batch thus has the largest allowed staleness at its turn. A batch would become too stale if a
+later batch were trained on first. So no other order keeps the bound.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Draft:
 class GeneratedRollouts:
     """Generates batches with ``engine``, at most ``rollout.max_staleness`` batches ahead of the requested batch.
 
-    ``job``: a template of generation jobs, without problems, and without the purpose and the positions of seeds.
+    ``job``: a template of generation jobs. Each round sets its own problems, and purpose and positions of the seeds.
     ``steps``: number of steps of the run. ``episodes``: the episodes that ``job`` plays, or None.
     ``credit``: ``environment.credit``. ``spool``: stores the scored responses for restarted ranks, or None.
     """
@@ -225,7 +225,7 @@ class GeneratedRollouts:
         self._start_round(draft, self._quota.next_count((), 0))
 
     def _complete(self, draft: _Draft, version: int) -> None:
-        """Wait for the draft's responses. A filter may need further rounds, depending on the rewards: run them here."""
+        """Wait for the draft's responses. With a filter, also run all further rounds that the batch needs."""
         if draft.is_received:
             return
         self._receive(draft, version)

@@ -227,7 +227,7 @@ class Run:
             self.store = self._checkpoint_store()
             stack.callback(self.store.close)
             self.sampler = data.sampler()
-            # Step of the newest checkpoint that a start may load; 0 without one.
+            # Step of the newest checkpoint that a start may load; 0 without such a checkpoint.
             self.saved_step = 0
             self.state = self._resume()
             self.spool = self._open_spool()
@@ -235,8 +235,8 @@ class Run:
             self.earlier_rows = on_rank_0(
                 partial(_rows_after, config.run.directory, self.state.step)
             )
-            """Metrics rows of the steps that this start repeats, by the step as text. Earlier ranks, the ranks before a
-            restart or of an earlier start, wrote these rows."""
+            """Metrics rows of the steps that this start repeats, by the step as text. Earlier ranks wrote these rows:
+            the ranks before a restart, or the ranks of an earlier start."""
         self._open_generation(stack)
         self.learner = Learner(config, self.trainer, self.algorithm, self.topk)
         self.memory = MemoryChecks(self.trainer)
@@ -641,7 +641,8 @@ class Run:
             replays=replays,
             nonce=nonce,
         )
-        # Whether the run begins at step 0 now. It does not if only the ranks of this start were restarted.
+        # Whether the run begins at step 0 now. Ranks that are restarted before the first checkpoint have no state
+        # either, but the run has begun already.
         self._is_fresh = state is None and not has_begun
         if state is None:
             return RunState(sampler=self.sampler.state_dict(), identity=identity)

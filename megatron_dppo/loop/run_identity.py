@@ -53,8 +53,7 @@ def _keys_of(file: ProblemFile) -> list[str | None]:
 def _argument_identity(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat template's arguments.
 
-    Without arguments the key is left out, because it must not differ from checkpoints of earlier versions, which lack
-    the key.
+    Without arguments the key is left out, because checkpoints of earlier versions lack the key.
     """
     if arguments:
         return {"data.chat_template_arguments": dict(arguments)}

@@ -17,7 +17,7 @@ class ResumeError(RunError, ValueError):
 
 
 FILES = "files (SHA-256)"
-"""Key of the identity. Its value maps the name of each file that the run started from to the file's hash."""
+"""Key in ``RunState.identity``. The value maps the name of each file that the run started from to the file's hash."""
 
 
 @dataclass

@@ -207,6 +207,8 @@ class SampleMaker:
         if not t.wants_score:
             return "by the environment"
         value = t.components.get(self._component)
+        # Only responses that this run scored have turn rewards. With several rewards, such a response has the value as
+        # a component. So turn rewards without the component mean that there is no other reward.
         if value is None and (t.turn_rewards or self._is_only_reward):
             value = t.reward - math.fsum(t.turn_rewards)
         if value is None:

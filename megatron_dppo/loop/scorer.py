@@ -42,7 +42,7 @@ class PendingScore:
         """Return a score that is known already, so that no reward is computed."""
         future: Future[Score] = Future()
         future.set_result(score)
-        # The name is shown only in errors, and among known scores only those of failed episodes are errors.
+        # Errors show the name "environment". Among known scores, only the scores of failed episodes cause errors.
         return cls({"environment": future}, {"environment": 1.0})
 
     def when_done(self, callback: Callable[[Score], None]) -> None:

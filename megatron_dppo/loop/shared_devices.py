@@ -33,7 +33,7 @@ class SharedDevices:
 
     @property
     def are_free(self) -> bool:
-        """Whether the trainer keeps no part on shared devices, so that servers may start; always without sharing."""
+        """Whether servers may start: no device is shared, or all ``parts`` of the trainer are parked."""
         return not self.is_shared or self.trainer.parked.issuperset(self.parts)
 
     def leave(self, *kept_parts: TrainerPart) -> None:

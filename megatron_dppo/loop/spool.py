@@ -145,9 +145,10 @@ class ResponseSpool:
         self._writer.submit(_nothing).result()
 
     def note_trained(self, step: int, digest: str) -> None:
-        """Store the hash of the weights that ``step`` made, after all responses of the step are stored. Rank 0 writes.
+        """Store the hash of the weights that ``step`` made. Rank 0 writes the hash.
 
-        If earlier ranks trained on the step, the hash is compared with the hash of their weights instead.
+        Call this method once all ranks have written their responses of the step. If earlier ranks trained on the step,
+        the hash is compared with the hash of their weights instead.
         """
         if step in self.trained_digests:
             self._compare(step, digest)
@@ -207,7 +208,7 @@ class ResponseSpool:
             return [self._read_trained(step), self._read_draws()]
         except (OSError, RunError, KeyError) as error:
             log.warning("spool: nothing of earlier ranks is used: %s", error)
-            # If this fails too, the first response that is stored reports it.
+            # Ignore an error here: the first attempt to store a response then fails too, and logs a warning.
             with suppress(OSError):
                 self._empty(settings)
             return [[], []]
@@ -343,6 +344,6 @@ def _step_name(step: int) -> str:
 
 
 def settings_of_responses(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings without the settings that do not affect responses: the run's length and its restarts."""
+    """Return a run's settings. Of the section ``run`` keep only the keys that affect responses: folder and seed."""
     run = {key: settings["run"][key] for key in ("directory", "seed")}
     return {**settings, "run": run}
