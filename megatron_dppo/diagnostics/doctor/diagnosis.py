@@ -96,8 +96,8 @@ class Diagnosis:
         """Whether the parallel layout may be the cause.
 
         The layout is ruled out if the named cause explains the whole gap except for rounding. It is also ruled out if
-        the named cause lies in the weights. A trainer in one process would load the right weights, and agree with the
-        reference for this reason alone.
+        the named cause lies in the weights. A trainer in one process loads the right weights from the version's folder,
+        so it agrees with the reference even if the layout is right.
         """
         if self.is_healthy:
             return False
@@ -219,16 +219,16 @@ def _micro_batches(batch: Sequence[Trajectory]) -> Iterator[Sequence[Trajectory]
 def with_recorded_experts(
     natural: Sequence[Tensor], by_name: Mapping[str, list[Tensor]]
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """Let the recorded experts be the reference, and the router's own choice an alternative, instead of the reverse.
+    """Exchange two roles: make the recorded experts the reference, and the router's own choice an alternative.
 
     Args:
         natural: log p with the experts that the router chooses itself.
         by_name: log p by each alternative's name, ``RECORDED`` among them.
 
     Returns:
-        log p with the recorded experts, and log p by each alternative's name, ``NATURAL`` among them. The alternatives
-        that round were computed with the router's own choice. Their effect on log p is added to log p with the recorded
-        experts.
+        log p with the recorded experts, and log p by each alternative's name, ``NATURAL`` among them. For an
+        alternative that rounds, log p is an estimate: log p with the recorded experts, plus the change of log p that
+        the rounding makes with the router's own choice.
     """
     exchanged = dict(by_name)
     recorded = exchanged.pop(RECORDED)
@@ -303,9 +303,9 @@ def _spread(differences: Sequence[Tensor]) -> float:
     """Return ``SPREADS`` standard errors of the mean of ``differences`` over all tokens.
 
     The n sums over stretches of STRETCH tokens count as independent, so the standard error of the mean is
-    std(sums) * sqrt(n) / tokens. Single tokens are not independent: if a router's best experts score nearly equally,
-    another rounding selects another expert, and all later tokens differ. A difference by rounding is in few stretches,
-    so its spread is large. A difference by an error is in many stretches, so its spread is small.
+    std(sums) * sqrt(n) / tokens. Single tokens are not independent: if two experts score nearly equally in a router,
+    rounding can exchange them, and then all later tokens of the response differ. A difference by rounding is in few
+    stretches, so its spread is large. A difference by an error is in many stretches, so its spread is small.
     """
     stretches: list[Tensor] = []
     for difference in differences:

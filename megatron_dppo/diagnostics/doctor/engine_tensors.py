@@ -42,8 +42,8 @@ class TensorFault:
         tensor: name of the Hugging Face tensor, or of the engine tensor if the server reported no blocks.
         rank: rank of the server that holds the tensor.
         url: address of the server.
-        is_of_quantisation: whether block FP8 is at fault. False for a tensor that is not quantised, and for values of
-            another version, whatever the scales are.
+        is_of_quantisation: whether block FP8 is at fault. False for a tensor that is not quantised. Also false if the
+            values are another version's, and the scales are right or of that version too.
         difference: how the tensor differs, in words.
     """
 
@@ -74,8 +74,9 @@ def findings_of(faults: Iterable[TensorFault]) -> list[str]:
 class _PartDifference:
     """How the values or the scales of one tensor differ: a part of a ``TensorFault``.
 
-    ``kind`` is ``_VALUES`` or ``_SCALES``, or empty for a tensor without blocks. ``is_of_weights``: the tensor has no
-    blocks, or the differing blocks are blocks of another version.
+    ``kind`` is ``_VALUES`` or ``_SCALES``, or empty for a tensor without blocks. ``is_of_weights``: whether the
+    weights may be at fault, not block FP8. It is true if the tensor has no blocks, or if the differing blocks are
+    blocks of another version.
     """
 
     kind: str

@@ -144,6 +144,7 @@ def measure(
         compared_count = counts.get(metric_names.COMPARED, 0)
         agreement = None
         if compared_count:
+            # This metric is still a count here: it becomes a share by the division.
             agreement = counts[metric_names.ROUTING_AGREEMENT] / compared_count
         moved = 0.0
         if previous_pi is not None:
@@ -338,7 +339,7 @@ COLOURS = {
 SMALLEST_GAP = 1e-9
 """Smaller gaps are drawn at this value, because a logarithmic axis has no zero."""
 NARROWEST_RATIO = 1.001
-"""The axis of pi / mu covers at least 1 / this value to this value, so that mere rounding does not fill the axis."""
+"""The axis of pi / mu reaches at least from 1 / x to x (x: this value), so that mere rounding does not fill it."""
 WIDE_RATIO = 4.0
 """The axis of pi / mu is logarithmic if a ratio is above this value or below 1 / this value."""
 GROUPS, FEWEST = 16, 50

@@ -27,9 +27,10 @@ from megatron_dppo.diagnostics.explain.explanation import Policy
 from megatron_dppo.model.quantization import is_quantized
 
 BlocksOf = Callable[[str, int, BlockFp8], BlockFp8]
-"""(name of a tensor, number of an expert or 0, the matrix's own values and scales) -> the values and scales to use.
+"""(name of a tensor, number of an expert, values and scales of a matrix) -> the values and scales to use.
 
-The matrix is one expert's part of the tensor. A tensor without experts is one matrix."""
+The matrix is the expert's part of the tensor. If a tensor has no experts, the matrix is the tensor, and the number
+is 0."""
 
 
 class KnownWeights:
@@ -81,8 +82,8 @@ class Reference(Policy):
     The changes set these private attributes:
         _rows_of: function that returns rows [L, k] of experts for a trajectory's tokens; None: the routers choose.
         _rows: the rows of all tokens of the running pass, int64 [B * S, L, k].
-        _cached_by: the model that computes the keys and values of prompts, in a pass of their own; None: this model
-            computes prompt and response in one pass.
+        _cached_by: the model that reads each prompt in a first pass; its keys and values serve the pass over the
+            response. None: this model reads prompt and response in one pass.
         _rounds_cache: whether keys and values are rounded to bfloat16.
     """
 
@@ -214,8 +215,7 @@ class Reference(Policy):
 
     @contextmanager
     def in_block_fp8(self, blocks_of: BlocksOf | None = None) -> Iterator[None]:
-        """Round the matrices that are in FP8 in an engine with ``engine.quantization: fp8``, and the inputs of these
-        matrices.
+        """Round the matrices that an engine has in FP8, and their inputs, as with ``engine.quantization: fp8``.
 
         Args:
             blocks_of: returns the values and scales to use; None: the matrix's own values and scales.
@@ -336,8 +336,9 @@ class Reference(Policy):
     def cached_in_bfloat16(self, *, prompts: bool) -> AbstractContextManager[None]:
         """Round keys and values to bfloat16, like an engine that decodes from a cache in bfloat16.
 
-        If ``prompts`` is true, the pass over the prompt reads rounded keys and values too. If not, that pass reads its
-        own unrounded keys and values, and only the pass over the response reads them rounded.
+        If ``prompts`` is true, prompt and response are one pass, and all of it reads rounded keys and values. If not,
+        the prompt has its own pass, which reads unrounded keys and values. Only the pass over the response reads them
+        rounded.
         """
         return _set(self, _rounds_cache=True, _cached_by=None if prompts else self)
 
@@ -353,6 +354,7 @@ class Reference(Policy):
         The model ``_cached_by`` computes the first pass, over the prompt without its last token. This model computes
         the second pass, over the rest, with the keys and values of the first pass. The prompt's last token is in the
         second pass, because its logits predict the first sampled token. So this model computes all logits that matter.
+        A prompt of one token is an exception: the first pass needs a token, so it reads the whole prompt.
         """
         assert self._cached_by is not None
         logits = []

@@ -239,7 +239,7 @@ class Doctor:
     def _tensor_faults(self, server: HeldTensors) -> list[TensorFault]:
         """Compare the tensors that ``server`` held with the tensors of its version. Raises OSError and ValueError."""
         if not server.version.isdecimal():
-            raise ValueError(f"its weights were no version's ({server.version})")
+            raise ValueError(f"its weight version is {server.version!r}, expected a number")
         version = int(server.version)
         folder = self._weights.folder(version)
         shape = load_model_shape(folder)
@@ -350,6 +350,7 @@ class Doctor:
             sampling = at_temperature(self._config.temperature)
             alternatives.append(Alternative("routing", causes.NATURAL, sampling))
             plain, by_name = diagnosis.with_recorded_experts(plain, by_name)
+            # The recorded experts are the reference now, so they are no alternative.
             alternatives = [c for c in alternatives if c.name in by_name]
         return plain, by_name, alternatives
 
@@ -366,6 +367,7 @@ class Doctor:
         recorded, by_name = diagnosis.with_recorded_experts(natural, by_name)
         by_alternative = {name: by_name[name] for name in causes.ROUNDINGS if name in by_name}
         alternatives = [c for c in scores.alternatives if c.name == causes.ROUNDED]
+        # The side has log p with the router's own choice, ``recorded`` has log p with the recorded experts.
         side = replace(engine, name=causes.RECORDING, log_probs=tuple(natural))
         rounding = self._rounding("engine")
         side_diagnosis = diagnosis.judge(
@@ -420,7 +422,7 @@ class Doctor:
         """Whether rewards or lengths selected the responses of the engine's side.
 
         If weight updates interrupt responses, the long responses have several versions. The engine's side lacks these
-        responses, so it is a selection by length.
+        responses, so the responses that it has were selected by length.
         """
         is_interrupted = any(len(t.version_spans) > 1 for t in self._batch)
         return self._config.rollout.drop_zero_variance_groups or is_interrupted
@@ -551,7 +553,7 @@ def _judged_by(side_diagnosis: Diagnosis) -> str:
     """Return the sentence that explains the verdict from the gaps of a table."""
     if side_diagnosis.is_healthy:
         return "The side is within the noise, so none is a cause."
-    return f"The cause is what leaves least, and at most a quarter of {side_diagnosis.gap:.1e}."
+    return f"The cause is the row with the smallest gap, if this gap is at most a quarter of {side_diagnosis.gap:.1e}."
 
 
 def _tokens(side_diagnosis: Diagnosis, texts: TokenTexts) -> SummaryTable:

@@ -47,10 +47,11 @@ class Draws:
 def repetition_evidence(groups: Iterable[Sequence[tuple[Hashable, float]]]) -> float:
     """Return the evidence that responses repeat more often than independent sampling explains.
 
-    ``groups`` has one sequence of (response, its log mu) for each problem. A response repeats an earlier response of
-    its group with the probability p = sum of mu over the distinct earlier responses. With R repetitions in all,
-    exp(a R) / prod (1 + p (e^a - 1)) has the expectation 1 for every a. The result is the largest logarithm of this
-    ratio over the values ``FACTORS`` of a; it exceeds E with a probability of at most ``len(FACTORS)`` e^-E (Markov).
+    ``groups`` has one sequence of (response, its log mu) for each problem. Each response has its own p, the probability
+    that it repeats an earlier response of its group: the sum of mu over the distinct earlier responses. R is the number
+    of repetitions in all groups, and prod is the product over all responses. For every a, the ratio
+    exp(a R) / prod (1 + p (e^a - 1)) has the expectation 1. The result is the largest logarithm of this ratio over the
+    values ``FACTORS`` of a. It exceeds E with a probability of at most ``len(FACTORS)`` e^-E (Markov).
     """
     repetitions = 0
     chances: list[float] = []

@@ -8,8 +8,9 @@ each token as the loss computed them. The command first compares these values wi
 
 With ``--policy FOLDER`` the command computes pi from the weights in a Hugging Face folder instead. It shows what the
 mask would block if a policy with these weights trained on the batch. ``--rollout-policy FOLDER`` adds the weights that
-sampled the batch; for step 1 these are the model that the run began with. They give pi', the exact divergences, and
-TopK(mu) if the batch has none. Both models run in transformers, in float32 on the CPU, one response at a time.
+sampled the batch; for step 1 these are the model that the run began with. Three values come from these weights: pi'
+(the token's probability by transformers), the exact divergences, and TopK(mu) if the batch has none. Both models run in
+transformers, in float32 on the CPU, one response at a time.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def as_trained(
 
     if options.rollout_policy is not None:
         raise ValueError(
-            "--rollout-policy: the step's own numbers are shown; it goes with --policy"
+            "--rollout-policy: expected with --policy only; without it, the step's own numbers are shown"
         )
     saved = SeenStep.of(batch, trained_with)
     source = check_agreement(saved, options.run, step)

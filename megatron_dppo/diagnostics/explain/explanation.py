@@ -37,7 +37,7 @@ from megatron_dppo.vocab_parallel import policy_stats
 
 _UNKNOWN = (metric_names.GAP_STALE, metric_names.TOPK_MASS, metric_names.NONFINITE)
 """Metrics that a saved batch does not determine. They need data that the batch may lack: the weights that sampled the
-responses, the engine's Top-K, and non-finite values."""
+responses, the engine's Top-K, or every value that the loss tested for finiteness."""
 TOKEN_METRICS = tuple(
     name for name in METRICS if name.startswith(("policy/", "mask/")) and name not in _UNKNOWN
 )
@@ -66,7 +66,8 @@ class Token:
     ratio: float
     """pi / mu."""
     weight: float
-    """min(w, C). If the token trains, the gradient of log pi is multiplied by this weight and by A."""
+    """min(w, C): the algorithm's weight w, cut to its cap C. If the token trains, the gradient of log pi is multiplied
+    by this value and by A."""
     binary_tv: float
     binary_kl: float
     topk_tv: float | None
@@ -297,8 +298,8 @@ def explain_response(
         algorithm: the algorithm whose mask and weight are explained.
         logits: logits of the policy that gives pi, [S, V].
         rollout_logits: logits of the weights that sampled the response, [S, V]. They give pi', the exact divergences,
-            and TopK(mu) if the batch has none. The algorithms ``dppo-exact-...`` need mu of the whole vocabulary.
-            They need it from the engine, not from these logits.
+            and TopK(mu) if the batch has none. These logits do not serve the algorithms ``dppo-exact-...``:
+            those need the engine's own mu of the whole vocabulary.
         temperature: temperature of the rollout.
         texts: texts of token ids.
 
@@ -385,6 +386,7 @@ def _with_topk(
         if algorithm.reads_topk:
             return likeliest_of(trajectory, needed_k)
         return trajectory
+    # ``needs_full_distribution`` asks for the engine's own mu: ``log_recomputed`` cannot replace it.
     if log_recomputed is not None and not algorithm.needs_full_distribution:
         k = vocab_size
         if not reads_recomputed:

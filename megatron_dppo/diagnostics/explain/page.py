@@ -163,8 +163,8 @@ def notable_table(name: str, tokens: Sequence[Token], count: int) -> SummaryTabl
     title = f"{len(rows)} of {len(tokens)} tokens: the blocked ones first, by Binary TV"
     note = (
         "response: its number in the batch; at: the token's place in it; A: advantage; mu, pi: probability by engine "
-        "and trainer; r: pi / mu; TV, KL: divergence of the two, over the token and all others (Binary), the engine's "
-        "likeliest ids (Top-K) or all ids (exact), - where it is not known; blocked where: the rule's bound."
+        "and trainer; r: pi / mu; TV, KL: divergence between mu and pi, Binary (the token against all other ids); "
+        "Top-K: over the engine's likeliest ids; exact: over all ids; -: not known; blocked where: the rule's bound."
     )
     return SummaryTable(title, NOTABLE_COLUMNS, rows, note)
 

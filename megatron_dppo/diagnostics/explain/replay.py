@@ -153,7 +153,7 @@ def trained_steps(run: Path, saved: Sequence[int]) -> list[int]:
     recorded_steps = {step_of(row) for row in read_records(run)}
     steps = [step for step in saved if step in recorded_steps]
     if not steps:
-        raise ValueError(f"{run / ROLLOUTS_FOLDER}: no step was trained on a batch that is in it")
+        raise ValueError(f"{run / ROLLOUTS_FOLDER}: the run trained on none of the batches in it")
     return steps
 
 
@@ -171,7 +171,7 @@ def compare_step(run: Path, step: int, algorithm: Algorithm) -> ComparedStep:
     decisions = seen_step.decisions(algorithm)
     is_blocked_by_run = ~seen_step.trains
     is_blocked_by_other = ~decisions.trains
-    # Response and position of each of the T tokens.
+    # Response and position of each trained token, in the order of the rows of ``seen_step``.
     token_positions: list[tuple[int, int]] = []
     for response, count in zip(seen_step.positions, seen_step.counts, strict=True):
         token_positions += [(response, position) for position in range(count)]
@@ -285,7 +285,7 @@ def derive(options: argparse.Namespace) -> None:
     if different_steps:
         print(
             f"step {different_steps[0]} is the first that ends in other weights: another layout, machine, number of "
-            "threads or version, or a device whose sums have no order"
+            "threads or version, or a device that sums in no fixed order"
         )
         sys.exit(1)
 

@@ -64,7 +64,8 @@ def saved_for_backward(ignored: Iterable[Tensor]) -> Iterator[SavedPeak]:
     def pack(tensor: Tensor) -> _SavedTensor:
         saved = _SavedTensor(tensor)
         if tensor.untyped_storage()._cdata not in ignored_storages:
-            weakref.finalize(saved, saved_bytes.drop, saved_bytes.add(tensor))
+            key = saved_bytes.add(tensor)
+            weakref.finalize(saved, saved_bytes.drop, key)
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):

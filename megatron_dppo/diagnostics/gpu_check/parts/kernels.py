@@ -70,6 +70,7 @@ class KernelCase:
         # Large padding: a kernel that reads it has large errors everywhere.
         logits[:, vocab:] = 30.0
         targets = torch.randint(0, vocab, (tokens,), generator=seeded)
+        # Both ends of the vocabulary are targets. The first target lies outside the first row's -inf.
         targets[:3] = torch.tensor([vocab - 1, 0, vocab - 1])
         topk = torch.randint(0, vocab, (tokens, K), generator=seeded)
         # An engine that has fewer than K ids returns -1 in the remaining places.
@@ -276,7 +277,7 @@ _MOST_CHUNKS = 2.0
 
 @part("the output layer without logits: errors, peak memory and seconds beside whole logits", 300.0)
 def head(bench: Bench) -> Iterator[CheckRow]:
-    """Yield a row of errors, then rows of memory and time. The weights are bf16, the logits first bf16, then fp32."""
+    """Yield a row of errors and rows of memory and time for bf16 logits, then for fp32 logits; the weights are bf16."""
     import torch
 
     device = torch.device("cuda" if bench.gpus else "cpu")
@@ -468,10 +469,12 @@ def mask_rows(result: Mapping[str, Any]) -> Iterator[CheckRow]:
     ranks = result["settings"]["tp"]
     for measured in result["implementations"]:
         ms = measured["forward_ms"] + measured["backward_ms"]
+        # The floor is the least memory traffic that the computation needs. MB / ms = GB/s.
+        bandwidth = measured["floor_mb"] / ms
         share = measured["floor_share_of_copy_bandwidth"]
         error = measured["max_log_prob_error"]
         text = (
-            f"{ms:.2f} ms, {measured['floor_mb'] / ms:.0f} GB/s ({share:.0%} of a copy), peak "
+            f"{ms:.2f} ms, {bandwidth:.0f} GB/s ({share:.0%} of a copy), peak "
             f"{measured['peak_extra_over_logits']:.2f} x logits, log-prob error {error:.1e}"
         )
         expectation, holds = "", None

@@ -138,7 +138,10 @@ def routing_rows(record: Record) -> Iterator[CheckRow]:
     low = BY_METRIC[metric_names.ROUTING_AGREEMENT].low
     holds = agreement is not None and agreement >= low
     yield CheckRow(
-        "natural routing as the server's", _percent(agreement), f"at least {low:.0%}", holds
+        "trainer's own routing equal to the server's",
+        _percent(agreement),
+        f"at least {low:.0%}",
+        holds,
     )
 
 
@@ -307,9 +310,9 @@ class InterruptedServer:
         *,
         probe: bool = False,
     ) -> None:
-        """Let the server receive a bucket, and send it: the weights, or with ``probe`` the first bucket of a new group.
+        """Let the server receive a bucket of all weights, and send this bucket.
 
-        The first bucket connects the ranks of the group.
+        ``probe``: send the first bucket of a new group instead. This bucket connects the ranks of the group.
         """
         calls = self.engines.start(lambda engine: engine.receive(header, group.name))
         if not probe:
@@ -381,6 +384,7 @@ def interrupted_rows(
     yield at_most(f"{what}: seconds until then", seconds, limit, " s")
     # Wait: if the failure had reached NCCL's watchdog, the watchdog would end this process seconds later.
     time.sleep(GRACE_S)
+    # Only a process that survived, with a device that still works, gets past this sum.
     total = float(server._bytes().sum(dtype=torch.int64))
     yield CheckRow(f"{what}: this process and its device still work", f"{total:.0f}", "a sum", True)
     if signal_number == signal.SIGSTOP:
