@@ -152,6 +152,7 @@ def _stage_faults(
         layout = check_everything(config, options.config, weights=options.answers is not None)
     except ConfigError as error:
         faults += error.faults
+    # The function takes faults like keys, because each fault begins with its key.
     faults += data_and_resume_faults(config, [*faulty_keys, *faults], options.answers)
     return layout, faults
 
@@ -215,7 +216,7 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
     if options.hosts is None and has_server_sizes(config.sglang):
         faults = list(check_start(config, machine).faults)
     if faults:
-        # Report the faults that can be found without the libraries in the same error.
+        # In the same error, report the faults of the values, as far as they can be found without the libraries.
         try:
             check_config(config, options.config)
         except ConfigError as error:

@@ -61,7 +61,7 @@ class HttpServer:
         loop.run(self._serve(runner))
 
     def stop(self) -> None:
-        """Stop answering. Has no effect without a start, or a second time."""
+        """Stop answering and close the port, also if the server was never started. A second call has no effect."""
         if self._running is not None:
             loop, runner = self._running
             self._running = None

@@ -51,9 +51,9 @@ def build_library(source: Path) -> ctypes.CDLL:
         ) from error
     try:
         with open(folder / "building", "w") as lock:
-            # The operating system releases this lock when the process that holds it ends. Torch has a lock file of its
-            # own. It stays after a killed build, and later builds would wait for it forever: remove it.
+            # The operating system releases this lock when the process that holds the lock ends.
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # Torch's own lock file stays after a killed build, and later builds would wait for its removal forever.
             (folder / "lock").unlink(missing_ok=True)
             library = _compile(source, folder)
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:

@@ -183,8 +183,8 @@ class LeaseFiles:
         failpoint("lease/install")
         self.write_beat(holder, Beat())
         write_atomically(self.path, _encode(holder))
-        # The new holder has not written its file ``.start`` yet, so any such file is an earlier holder's. A newcomer
-        # whose unfinished claim is removed here claims again.
+        # The new holder has not written its file ``.start`` yet, so any such file is an earlier holder's. The loop may
+        # also remove a newcomer's unfinished claim: its ``claim`` then returns False, and the newcomer tries again.
         kept_paths = {self.beat_path(holder), self._claim_path(holder)}
         for path in list(self._folder.iterdir()):
             if path in kept_paths:
@@ -385,8 +385,8 @@ class Lease:
             if not files.claim(predecessor, newcomer):
                 # Another start was faster: check whether it is alive.
                 continue
-            # Between our reading of the files and our claim, another start may have claimed the lease, become the
-            # holder and removed its claim. Then our claim came too late, and lease.json has a new holder.
+            # Another start may have become the holder since we read the files. That start has removed its claim
+            # (``install``), so our claim on the same predecessor succeeded too late. lease.json then has a new holder.
             if files.holder() == holder:
                 break
             files.give_up_claim(predecessor)

@@ -40,7 +40,7 @@ def free_port(host: str = "127.0.0.1", distance: int | None = None) -> int:
             # Keep the port until another port is found: otherwise the system may return it again.
             unusable.append(held)
             continue
-        # The list exists already if another address of this machine has a held port of this number.
+        # A port of the same number may be held on another address of this machine. Then add to its list.
         _held_ports.setdefault(port, []).extend([held, *second_port])
         for candidate in unusable:
             candidate.close()
@@ -155,7 +155,7 @@ def url_fault(url: str) -> str | None:
     problem = f"got {url!r}, expected http://host:port"
     try:
         parts = urlsplit(url)
-        # Report this without the URL, so that its password is in no log.
+        # The message of this fault leaves out the URL, so that no log gets the URL's password.
         if "@" in parts.netloc:
             return (
                 f"got one for {parts.hostname} with a user or a password in it, expected "

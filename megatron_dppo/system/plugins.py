@@ -130,7 +130,10 @@ def help_line(entry: EntryPoint) -> str:
 
 
 def load_plugin(entry: EntryPoint) -> Any:
-    """Import the object of an entry point. Raises ValueError, also if its module raises another error."""
+    """Import the object that an entry point names, or the module if it names only a module.
+
+    Raises ValueError if an object can't be imported. Errors of an entry point that names only a module are not changed.
+    """
     if not entry.attr:
         return importlib.import_module(entry.module)
     try:

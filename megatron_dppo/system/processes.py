@@ -142,10 +142,10 @@ def adopt_orphans() -> None:
 class OrphanReaper:
     """Reaps ended processes that this process has adopted, so that their entries do not stay in the process table.
 
-    Use it in a process that adopts orphans. Reaping a process takes its exit code, so that code that waits for the
-    process would not get it. Therefore processes of ``start_process`` are not reaped here. Any other child is reaped
-    only if two looks in a row have found it ended: code that starts a child without ``start_process`` waits for the
-    child, and has reaped it before the second look.
+    Use it in a process that adopts orphans. Reaping a child takes the exit code away from the code that waits for the
+    child. Therefore processes of ``start_process`` are not reaped here. Any other child is reaped only if two looks in
+    a row have found the child ended: code that starts a child without ``start_process`` waits for the child, and has
+    reaped it before the second look.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -210,6 +210,7 @@ def continue_guarded(descriptor: int) -> None:
     adopt_orphans()
     child = os.fork()
     if child != 0:
+        # This call ends the process, so only the child goes on below.
         _guard(child, descriptor)
     die_with_parent(guard_pid)
 

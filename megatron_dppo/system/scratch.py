@@ -188,8 +188,8 @@ class FileBuffer:
 def aligned_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return the offsets of arrays with these ``sizes`` (bytes) in one buffer, and the buffer's size.
 
-    Each offset is a multiple of ``ALIGNMENT``. All buffers of several arrays have this layout: a parser's reply, a
-    rank's share of a batch, the copy of a checkpoint.
+    Each offset is a multiple of ``ALIGNMENT``. Every buffer that holds several arrays has this layout: a parser's
+    reply, a rank's share of a batch, the copy of a checkpoint.
     """
     offsets: list[int] = []
     end = 0

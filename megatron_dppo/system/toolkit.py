@@ -27,8 +27,8 @@ def toolkit_home(environment: Mapping[str, str]) -> Path | None:
     """Return the root folder of CUDA's toolkit; None if it is not found.
 
     The result is CUDA_HOME or CUDA_PATH if one of them is set, else the folder of the ``nvcc`` on PATH, else
-    /usr/local/cuda. The ``nvcc`` on PATH may be a link, or a script in another folder. So this function skips a folder
-    without nvcc and headers; SGLang would use it.
+    /usr/local/cuda. The ``nvcc`` on PATH may be a script outside of a toolkit. Therefore a folder that is not set by a
+    variable counts only if it has nvcc and the headers. SGLang does not check this.
     """
     configured_home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if configured_home:

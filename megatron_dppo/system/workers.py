@@ -281,8 +281,8 @@ class WorkerPool(Generic[W]):
     def replace(self, worker: W) -> W:
         """Return a new worker for a user of the dead ``worker``. In a closed pool, return ``worker`` itself.
 
-        Each user of the dead worker gets a worker of its own. So the pool keeps its size only if there are at most
-        ``size`` users.
+        If several users shared the dead worker, each of them gets a separate new worker. So the pool may grow beyond
+        ``size`` workers if it has more than ``size`` users.
         """
         with self._lock:
             if self._is_closed:
@@ -348,8 +348,8 @@ def connect(descriptor: str) -> CallConnection:
     connection = Connection(int(descriptor))
     os.set_inheritable(connection.fileno(), False)
     continue_guarded(connection.fileno())
-    # Forks of the worker close the connection. A fork of such a fork calls ``close`` again. The descriptor's number may
-    # belong to another file by then, but a closed connection does not close the number a second time.
+    # Forks of the worker close the connection. A fork of such a fork calls ``close`` again. The second call has no
+    # effect, so it can't close another file that has got the same descriptor number.
     os.register_at_fork(after_in_child=connection.close)
     return CallConnection(connection)
 

@@ -91,11 +91,13 @@ class WordRun:
         first_tile = self.first // TILE
         # The tile in which the words end. If they end between two tiles, it is the tile after them.
         end_tile = end // TILE
-        words_follow = end < self.total
+        begins_inside = self.first % TILE != 0
+        # The tensor's last tile may be short. A part with the tile's last word does not end inside the tile.
+        ends_inside = end % TILE != 0 and end < self.total
         edges = []
-        if self.first % TILE or (words_follow and end_tile == first_tile):
+        if begins_inside or (ends_inside and end_tile == first_tile):
             edges.append((first_tile, 0))
-        if end % TILE and words_follow and end_tile != first_tile:
+        if ends_inside and end_tile != first_tile:
             edges.append((end_tile, 2))
         return edges
 
@@ -165,7 +167,8 @@ def sums_by_torch(run: WordRun) -> PartSums:
     blocks = []
     first = run.first
     while remaining_words.numel():
-        # A block has words of a single tile, or whole tiles only, as ``_mix`` requires.
+        # A block has words of a single tile, or whole tiles only, as ``_mix`` requires. A block that
+        # begins inside a tile goes to the end of this tile.
         size = TILE - first % TILE
         if size == TILE and remaining_words.numel() > TILE:
             size = min(remaining_words.numel() // TILE, BLOCK_TILES) * TILE

@@ -94,11 +94,12 @@ def tile_sums_kernel(
     begin = (first // TILE + tile) * TILE
     low = tl.maximum(begin, first)
     high = tl.minimum(begin + TILE, first + words)
-    # ``low`` is the part's first word in the tile. It is in row ``row`` of the part, at ``column``. Only this division
-    # is in 64 bits: words after the end of that row are counted in 32 bits.
+    # ``low`` is the part's first word in the tile. It is in row ``row`` of the part, at ``column``. This division is in
+    # 64 bits; the divisions in the loop below are in 32 bits.
     row = (low - first) // width
     column = (low - first) - row * width
     data += row * stride + column
+    # A program reads at most TILE words, so a longer row counts as TILE words long.
     to_end = tl.minimum(width - column, TILE).to(tl.int32)
     length = tl.minimum(width, TILE).to(tl.int32)
     to_next = stride - column

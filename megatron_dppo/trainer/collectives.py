@@ -116,9 +116,10 @@ def on_every_rank(
 ) -> T:
     """Return ``action()``, and raise ``error`` on every rank if ``action`` failed on one rank. Collective.
 
-    ``action`` itself must not be collective. The message names the first rank that failed, and the class of its
-    exception unless the class is ``error`` or OSError. Every other rank that failed logs its own failure. An exception
-    of any class except ``error``, OSError and RunError is always logged, with its traceback.
+    ``action`` itself must not be collective. The message of ``error`` has the failure of the first rank that failed:
+    the rank, the exception's class (unless the class is ``error`` or OSError) and the exception's text. Any other rank
+    that failed logs its own failure. Exceptions of other classes than ``error``, OSError and RunError are logged on
+    every rank, the first included, with their tracebacks.
     ``group``: a group of all ranks, in the order of global ranks (None: the default group).
     """
     own_error: Exception | None = None

@@ -4,8 +4,9 @@
     checkpoints/step_000040.partial-7/     being written, or left by a crash
     checkpoints/step_000040.replaced-7/    an older folder of that step, to be deleted
     checkpoints/step_000040.damaged-1/     a damaged checkpoint that a start skipped; it is never deleted
-    checkpoints/step_000040.suspect/       complete, but saved when a numerical fault ended the run: the doctor
-                                           reads it, no start loads it, the next suspect folder replaces it
+    checkpoints/step_000040.suspect/       complete, but saved when a numerical fault ended the run. No
+                                           start loads it, ``megatron-dppo doctor`` reads it, and the next suspect
+                                           folder replaces it
 
 A checkpoint is written into a partial folder (manifest last), synced to the disk and then renamed. So a folder with a
 name like ``step_000020`` is complete even if the writer crashed later. These functions are not collective: only global

@@ -103,7 +103,7 @@ class SaveTask:
         group: a gloo group of all ranks, in the order of global ranks.
         fence: called before a folder is renamed or deleted.
         published: called on rank 0 with the step once the checkpoint has its final name.
-        suspect: publish under a name that no start loads, and leave the other checkpoints unchanged.
+        suspect: publish under a name that no start loads, and delete no checkpoints except older suspect ones.
     """
 
     target: SaveTarget
@@ -224,8 +224,8 @@ _END_S = 10.0
 class SaveThread:
     """The thread that makes all saves of a run, one after another.
 
-    A thread for each save would let the process grow: malloc gives a new thread any of up to eight arenas a core, and
-    each arena keeps the memory of the largest block that was written from it.
+    With a new thread for each save, the process would grow. malloc has up to eight arenas per core, and gives a new
+    thread any of them. Each arena keeps the memory of the largest block that its threads have written.
     """
 
     def __init__(self) -> None:

@@ -100,17 +100,17 @@ def _start_state(adam: Optimizer, stepped: Tensor) -> None:
 
 
 def synchronize_masters(optimizer: ChainedOptimizer) -> None:
-    """Make an offloaded weight's master and its copy equal after a checkpoint was loaded. Not collective.
+    """Make an offloaded weight's master and the master's copy equal after a checkpoint was loaded. Not collective.
 
-    Megatron-Core's optimizer has a master of each weight: for an fp32 parameter this is the parameter itself.
-    HybridDeviceOptimizer steps a copy of the master. Loading a checkpoint fills only one of the two: the master if the
-    parameter is fp32, else the copy.
+    Megatron-Core's optimizer has a master of each weight. HybridDeviceOptimizer steps a copy of this master. Loading a
+    checkpoint fills only one of the two. If the parameter is fp32, the parameter is the master, and the master is
+    filled. Otherwise the copy is filled.
     """
     for part in _parts(optimizer):
         for shard in _shards(part):
             stepped = _stepped_tensor(part, shard.main)
             is_copy = stepped is not shard.main
-            # The precision-aware optimizer has 16-bit tensors here, so that the copy is the only fp32 master.
+            # In the precision-aware optimizer ``shard.main`` is a 16-bit tensor, and the copy is the only fp32 master.
             is_master = shard.main.dtype is torch.float32
             if not (is_copy and is_master):
                 continue

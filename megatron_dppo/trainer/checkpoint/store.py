@@ -323,7 +323,7 @@ def _fill_block(stored: StoredBlocks, block: TensorBlock, values: torch.Tensor) 
 
 
 def _load_objects(trainer: Trainer, model: dict[str, Any], folder: Path) -> None:
-    """Load the extra states of Transformer Engine's modules with Megatron's loader, because it can decode them."""
+    """Load the extra states of Transformer Engine's modules with Megatron's loader, which can decode these states."""
     objects: dict[str, dict[str, ShardedObject]] = {}
     for name, chunk_state in model.items():
         objects[name] = {k: v for k, v in chunk_state.items() if isinstance(v, ShardedObject)}
@@ -366,7 +366,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
     twister_state = numpy_state["state"]
     key = np.array(twister_state["key"], dtype=np.uint32)
     np.random.set_state({**numpy_state, "state": {**twister_state, "key": key}})
-    # Set torch's generator after the device's: without CUDA both are torch's CPU generator.
+    # Without CUDA, both calls set torch's CPU generator. The second call then decides its state.
     megatron_random._set_cuda_rng_state(_tensor(state["device"]))
     torch.set_rng_state(_tensor(state["torch"]))
     streams = {name: _tensor(text) for name, text in state["streams"].items()}
