@@ -101,7 +101,7 @@ class SaveTask:
         part: the blocks, objects and generator states that this rank writes.
         manifest: the manifest without its ``files``. Only global rank 0 uses its manifest.
         group: a gloo group of all ranks, in the order of global ranks.
-        fence: called before a folder is renamed or deleted.
+        fence: called before the checkpoint is published, and before older checkpoints are deleted.
         published: called on rank 0 with the step once the checkpoint has its final name.
         suspect: publish under a name that no start loads, and delete no checkpoints except older suspect ones.
     """

@@ -83,7 +83,7 @@ class CheckpointStore:
     Args:
         directory: folder of all checkpoints of the run.
         keep: number of complete checkpoints to keep.
-        fence: called before each change in the directory; see ``saving.Fence``.
+        fence: called before a save creates, publishes or prunes folders; see ``saving.Fence``.
         background: True: ``save`` returns once the state is copied to host memory; False: once it is published.
         published: called on global rank 0 with the step once a checkpoint has its final name, from any thread.
     """
