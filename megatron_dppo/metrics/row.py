@@ -11,15 +11,15 @@ Dtype = Literal["float32", "bfloat16", "fp8"]
 Stroke = Literal["first", "second", "third", "bound"]
 
 SMALL_SHARE = 0.05
-"""On an axis from 0 to 1, a share's upper bound below this number can't be seen."""
+"""An axis from 0 to 1 is too coarse for the normal range of a share whose upper bound is below this number."""
 
 
 @dataclass(frozen=True)
 class NormalRange:
     """The normal range of a metric. A value outside of it is marked and explained, without an effect on the run.
 
-    The bounds are published for DPPO (arXiv 2602.04879), or follow from the arithmetic. Other bounds are this project's
-    choice, and ``why`` says so. The ratios are this project's choice.
+    Some bounds are published for DPPO (arXiv 2602.04879), or follow from the arithmetic. All other bounds are this
+    project's choice, and their ``why`` says so. The ratios are this project's choice.
 
     Attributes:
         label: the metric's name for the user.
@@ -27,7 +27,7 @@ class NormalRange:
         low, high: inclusive bounds; infinite for a metric without a bound.
         high_bf16: upper bound for bfloat16 weights: their rounding makes the value larger. None: ``high``.
         high_fp8: upper bound for servers with FP8 weights; None: ``high_bf16``.
-        most_drop, most_rise: smallest and largest normal ratio to the mean of the last steps.
+        most_drop, most_rise: smallest and largest normal ratio of the value to its mean over the last steps.
     """
 
     label: str

@@ -169,6 +169,7 @@ class StepTable:
         self._console = console or shared_console()
         self._explained_metrics: set[str] = set()
         self._rows = 0
+        # The longest text is total/total.
         self._step_width = 2 * len(str(total_steps)) + 1
 
     def print_step(self, step: int, values: Mapping[str, float]) -> None:

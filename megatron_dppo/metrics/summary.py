@@ -145,13 +145,13 @@ class RunSummary:
         eval_steps: steps of the first and the last evaluation.
         eval_accuracy_by_set: held-out set -> its avg@k at the first and the last evaluation of the set.
         train_reward_start, train_reward_end: mean rewards of the first and the last ``window_steps`` steps.
-        mean_abs_prob_gap: mean |pi - mu| of tokens whose trainer and server had equal weights, over the last
-            ``window_steps`` steps.
+        mean_abs_prob_gap: mean |pi - mu| while trainer and servers had equal weights, over the last ``window_steps``
+            steps.
         weight_updates, weight_updates_verified: number of updates, and of updates whose tensors were all compared.
         hf_export_max_logprob_diff: largest difference of a log-probability between trainer and
             exported checkpoint, nats.
         algorithm, layout, model, dtype, seed: as in ``RunInfo``.
-        seconds_per_phase: seconds of each phase over the whole run, with the time before a resume.
+        seconds_per_phase: seconds of each phase, summed over all records, those of earlier starts included.
         environment_faults: faults of environments, the most frequent first.
     """
 
@@ -194,6 +194,7 @@ def summarize(
     Raises:
         ValueError: no step was trained.
     """
+    # The record of step 0 is from before training.
     steps = sum(step_of(record) > 0 for record in records)
     if steps == 0:
         raise ValueError(f"{len(records)} records hold no trained step, so there is no summary")

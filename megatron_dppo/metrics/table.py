@@ -47,8 +47,8 @@ GAP_STALE = _metric(
 
 FREQUENCY_EVIDENCE = _metric(
     "mismatch/frequency_evidence",
-    "log10 of the evidence, since the ranks started, that tokens sampled at equal weights are not drawn from mu. At "
-    "most a share of 10^-n of healthy runs ever exceeds the value n",
+    "log10 of the evidence, collected since the ranks started, that tokens sampled at equal weights are not drawn from "
+    "mu. Of all healthy runs, at most a share of 10^-n ever has a value above n",
 )
 
 # Metrics of the tokens that train: sums over micro-batches and ranks.
@@ -124,7 +124,7 @@ REFERENCE_KL = _metric(
 )
 REFERENCE_CLAMPED = _metric(
     "reference/clamped",
-    "share of tokens whose log reference - log pi is above 20 and counts as 20",
+    "share of tokens whose log reference - log pi is above 20; the penalty takes 20 in its place",
     TRAINED_TOKENS,
 )
 POSITIVE = _metric("mask/tokens_positive", "trained tokens with A > 0")
@@ -170,7 +170,8 @@ CAP_HIT = _metric(
 )
 NONFINITE = _metric(
     "mask/nonfinite",
-    "tokens that are blocked because mu, pi', TopK(mu) or their weight is not finite",
+    "tokens that are blocked because a number that the algorithm reads is not finite: pi, mu, pi' (pi at the rollout's "
+    "weights), TopK(mu) or the token's weight",
 )
 ROLLOUT_PROB_OF_MASKED = _metric(
     "mask/rollout_prob_of_masked", "mean mu of the blocked tokens", MASKED
@@ -199,7 +200,7 @@ ROUTING_AGREEMENT = _metric(
     COMPARED,
     share=True,
     normal=NormalRange(
-        "natural routing as the engine's",
+        "routing that equals the engine's",
         "The trainer's routers would choose other experts than the engine recorded. Rounding in "
         "bfloat16 moves up to a tenth of the choices; far fewer matches mean recordings of other "
         "layers, tokens or weights. The bound is this project's choice.",
@@ -300,8 +301,8 @@ DISTINCT = _metric(
 )
 TWINS = _metric(
     "rollout/twins",
-    "ordered pairs of equal responses with mu below 0.01 in a group, minus the number that is expected by chance; "
-    "divided by the number of all responses",
+    "ordered pairs of equal rare responses in a group (rare: mu of the response is below 0.01), minus the number of "
+    "pairs that is expected by chance; divided by the number of all responses",
     normal=NormalRange(
         "equal responses beyond chance",
         "Responses repeat each other more often than their probabilities allow: servers with equal seeds "
@@ -342,7 +343,7 @@ INTERRUPTED = _metric(
 )
 RECOMPUTED_TOKENS = _metric(
     "rollout/recomputed_tokens",
-    "tokens, of prompts too, that servers computed again for responses that an update interrupted",
+    "tokens of prompts and responses that servers computed again, because an update interrupted the responses",
 )
 REDRAWN = _metric(
     "rollout/redrawn",
@@ -391,7 +392,8 @@ TRAINERS_WAITED = _metric(
 )
 SERVERS_IDLE = _metric(
     "rollout/servers_idle",
-    "share of the time since the previous batch in which a leader had nothing to generate, mean over the leaders",
+    "share of the time since the previous batch in which a data-parallel leader (the rank that generates for its "
+    "replica) had nothing to generate, mean over the leaders",
     share=True,
     line=Line("waiting", "servers", "second", scale=100),
 )
@@ -459,13 +461,13 @@ CHECKPOINT_BYTES = _metric(
 )
 CHECKPOINT_WRITTEN = _metric(
     "checkpoint/write_s",
-    "seconds from the first byte of the checkpoints of checkpoint/bytes to their publication; with "
-    "checkpoint.background training continues meanwhile, and stops only for time/checkpoint_s",
+    "seconds from the first byte of a checkpoint to its publication, summed over the checkpoints of checkpoint/bytes; "
+    "with checkpoint.background training continues meanwhile, and stops only for time/checkpoint_s",
 )
 
 REDERIVED = _metric(
     "replay/rederived",
-    "1 if the hash of the weights after the step equals the hash in the batch's seal, else 0",
+    "1 if the hash of the weights after the step equals the hash in the batch's seal (docs/replay.md), else 0",
 )
 
 MEMORY_RESTORES = _metric(

@@ -71,13 +71,13 @@ class ExperimentTracker(Protocol):
     """
 
     def start(self, run: TrackedRun) -> None:
-        """Open the run, or continue the run with ``run.id``. If ``start`` raises, it is called again before the next
-        call.
+        """Open the run, or continue the run with ``run.id``. If ``start`` raises, the class is built and
+        started again before the next call of another method.
         """
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Store metric name -> value, including NaN and infinities. If a step's evaluation ends after its record, the
-        method is called twice for the step.
+        """Store metric name -> value, including NaN and infinities. If a step's evaluation ends after the step is
+        recorded, the method is called twice for the step.
         """
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -114,7 +114,8 @@ def _rows(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[An
 
 
 class TensorBoardTracker:
-    """TensorBoard: event files in ``<run>/tensorboard``. A resumed run hides the steps that it records again."""
+    """TensorBoard: event files in ``<run>/tensorboard``. If a resumed run records steps again, their earlier events are
+    hidden."""
 
     package: ClassVar = "tensorboard"
 
@@ -295,8 +296,8 @@ class MlflowTracker:
 
 
 _BuiltIn = type[TensorBoardTracker | WandbTracker | TrackioTracker | MlflowTracker]
-# The trackers of this package are rows here, not entry points: a clone on the path has no entry points, and an
-# installation that is older than a row lacks the row's entry point.
+# The trackers of this package are rows here, not entry points. A clone on the path has no entry points. The entry
+# points of an editable installation lack a row that was added later.
 TRACKERS: dict[str, _BuiltIn] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
@@ -350,7 +351,7 @@ def _tracker_class(name: str) -> Callable[[], ExperimentTracker]:
 
 
 def run_id(directory: Path) -> str:
-    """Return the id in trackers of the run in ``directory``; a run without an id gets a new one. Raises OSError."""
+    """Return the id by which trackers know the run in ``directory``. Make the id if it is missing. Raises OSError."""
     path = directory / TRACKERS_FOLDER / _RUN_ID
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -429,6 +430,7 @@ class _Channel:
         """Wait for the thread's end until ``deadline`` (``time.monotonic``)."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
+            # The queue has the lost calls and the final None. The None counts for the call that is at work.
             self.lost_calls += self._queue.qsize()
             log.warning(
                 "tracker %s: still at work after %.0f s, and left behind", self.name, FINISH_S

@@ -70,6 +70,7 @@ def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
             groups[_group_of(rule)].append(rule)
     # A family whose experts have biases packs all experts of a layer in one tensor of its files. PEFT has no names for
     # the single matrices of such a tensor, so these experts have no adapters.
+    # ``_is_linear`` is False for a bias, which has one dimension, and True for an expert's matrices.
     experts_have_biases = not all(_is_linear(rule) for rule in family.expert)
     if shape.is_moe and not experts_have_biases:
         groups[EXPERTS] += family.expert
@@ -207,7 +208,7 @@ class AdapterPart:
         return sum(indices.length for indices in self.ranges)
 
     def local_start(self, block: Block) -> int:
-        """Return where the indices of ``block`` begin in this rank's share, which has its ranges one after the
+        """Return where the indices of ``block`` begin in this rank's share. The share is all ``ranges``, one after the
         other."""
         start = 0
         for indices in self.ranges:
@@ -457,7 +458,8 @@ def _module(part: AdapterPart, expert: int | None) -> str:
 def _is_linear(rule: Rule) -> bool:
     """Return whether adapters exist for the rule's matrices.
 
-    A router and a shared expert's gate have no adapters: they are replicated, and are not Megatron linears.
+    Adapters exist for matrices in Megatron linears. All matrices that are cut are in linears. A replicated matrix is in
+    a linear only if its name says so: the matrices to latents are, a router and a shared expert's gate are not.
     """
     is_in_linear = rule.split is not replicated or ".linear_" in rule.megatron
     return is_in_linear and all(len(s.dims) == 2 for s in rule.sources)

@@ -156,6 +156,7 @@ class ConfigFacts:
                 f"{key}: rope type {kind!r} is not supported, expected {' or '.join(map(repr, accepted))}"
             )
             return theta, None
+        # The only kind left is llama3.
         scaling = Llama3RopeScaling(
             factor=facts.number("factor"),
             low_freq_factor=facts.number("low_freq_factor"),
@@ -291,8 +292,8 @@ def read_dense_layers(facts: ConfigFacts) -> tuple[int, ...]:
     """Read which layers of a mixture of experts have a dense MLP.
 
     These are the first ``first_k_dense_replace`` layers, the layers in ``mlp_only_layers``, and the layers whose
-    number, counted from 1, is no multiple of ``decoder_sparse_step``. A family calls this function if SGLang's model
-    reads the same keys.
+    number, counted from 1, is no multiple of ``decoder_sparse_step``. This function is for added families whose SGLang
+    model reads the same keys. No family of this file calls it.
     """
     first_layers = facts.count("first_k_dense_replace")
     listed_layers = facts.numbers("mlp_only_layers")
@@ -383,7 +384,7 @@ class EngineRow:
     """The row of an SGLang tensor: the Hugging Face tensors that it consists of, cut by ``split``.
 
     ``dtype`` is the tensor's own type, or CONFIG_DTYPE; None: the model's type. With ``adds_one`` the tensor holds
-    1 + its source. A layer outside of ``layers`` does not have the row. A source may have several rows.
+    1 + its source. A layer outside of ``layers`` does not have the row. Several rows may have the same source.
     """
 
     name: str
@@ -459,7 +460,8 @@ def layer_rule(
     """Return a layer's rule from names without the layer's prefix.
 
     ``engine`` is SGLang's name and cut if they differ from the trainer's. ``dtype`` is the type of the trainer's
-    tensor, which files may have too, and ``engine_dtype`` the type of SGLang's tensor. None: the model's type.
+    tensor. The tensor in files has this type, or the model's. ``engine_dtype`` is the type of SGLang's tensor. None:
+    the model's type.
     """
     layer_sources = tuple(Source(HF_LAYER + name, dims, dtype, dtype) for name, dims in sources)
     rule = Rule(MEGATRON_LAYER + megatron, split, layer_sources)
@@ -521,7 +523,7 @@ def moe_router(
     """Return two rules of a layer with experts: the norm before the experts, and the router.
 
     Args:
-        block: the family's name of the module that has the router, ``gate``.
+        block: the family's name of the module that has the router. The router's name in this module is ``gate``.
         engine_dtype: the type of SGLang's router if it is not the model's type.
         engine_block: SGLang's name of the module. None: ``block``.
     """
@@ -684,8 +686,9 @@ class Family:
         read: reads a ModelShape from the file's entries; reports entries that the table does not describe as faults.
         layer: the rows of a layer, before its experts.
         expert: the rows of each expert in a layer with experts.
-        engine: SGLang's tensors in a layer that combine the sources of several rows, or hold a part of a row's sources.
-            If they have all sources of a row, they replace the tensors that ``Rule.in_engine`` returns for the row.
+        engine: SGLang's tensors in a layer that combine the sources of several rows of ``layer``, or hold only a part
+            of a row's sources. If all sources of a row are in these tensors, the tensors of the row's ``in_engine``
+            are left out.
         carries: the tensors of published checkpoints that are only copied: not trained, and not sent to engines.
         megatron: fields of Megatron's TransformerConfig that cannot be derived from the shape and the table.
         engine_keeps_output: whether SGLang's model has an output matrix beside the embedding even if both are tied.
@@ -849,7 +852,8 @@ def unknown_key_warnings(hf_dir: str | Path) -> list[str]:
 def missing_engine_keys(hf_dir: str | Path) -> dict[str, Any]:
     """Return the keys that SGLang's model reads and that ``hf_dir/config.json`` lacks, with the model's values.
 
-    transformers 5 does not save keys that have only one value in its own model. Raises as ``load_model_shape``.
+    transformers 5 does not save a key if transformers' own model supports only one value of the key. Raises the errors
+    of ``load_model_shape``.
     """
     facts, shape = _read(hf_dir)
     family = family_of(shape)
@@ -1013,14 +1017,14 @@ def _check_relations(shape: ModelShape, facts: ConfigFacts) -> None:
         )
 
 
-def declares(model_type: str, architecture: str, **tables: Any) -> Callable[[ReadShape], ReadShape]:
+def declares(model_type: str, architecture: str, **fields: Any) -> Callable[[ReadShape], ReadShape]:
     """Return a decorator that puts a family into FAMILIES, with the decorated function as its ``read``.
 
-    ``tables``: the other fields of Family.
+    ``fields``: the other fields of Family.
     """
 
     def add(read: ReadShape) -> ReadShape:
-        FAMILIES[model_type] = Family(model_type, architecture, read, **tables)
+        FAMILIES[model_type] = Family(model_type, architecture, read, **fields)
         return read
 
     return add
@@ -1174,8 +1178,8 @@ def read_sigmoid_router(facts: ConfigFacts, default: Router) -> Router:
     if groups > 1 and experts_per_token != 2 * chosen_groups:
         facts.fault(
             f"topk_group is {chosen_groups} with num_experts_per_tok {experts_per_token}, expected half of it: "
-            "Megatron-Core's score of a group is the sum of its highest num_experts_per_tok / topk_group scores, the "
-            "model's is that of its highest 2"
+            "Megatron-Core's score of a group is the sum of its highest num_experts_per_tok / topk_group scores, but "
+            "the model's score of a group is the sum of the group's highest 2 scores"
         )
     experts = facts.positive("n_routed_experts", "num_local_experts")
     if experts % groups:
@@ -1232,6 +1236,7 @@ def read_dense_then_moe(
 )
 def read_glm4_moe(facts: ConfigFacts) -> ModelShape:
     """GLM-4.5, 4.6 and 4.7: biases on Q, K and V, half of each head rotated, in some models norms of heads."""
+    # A missing key means False in transformers, so it is refused.
     facts.require("attention_bias", True, False)
     return read_dense_then_moe(
         facts,
@@ -1343,6 +1348,7 @@ def _leading_dense_layers(facts: ConfigFacts) -> int:
     if not kinds or not isinstance(kinds, list):
         kinds = ["dense"]
     count = 0
+    # At least the last layer must have experts.
     while count < min(layers - 1, len(kinds)) and kinds[count] == "dense":
         count += 1
     expected = ["dense"] * count + ["sparse"] * (layers - count)
@@ -1460,7 +1466,8 @@ def _delta_rule(
     dtype: str | None = None,
     engine_dtype: str | None = None,
 ) -> Rule:
-    """Return a row of a delta net with one source, from names without the prefix of the layer's part."""
+    """Return a row of a delta net with one source. The names lack the prefixes ``self_attention.`` and
+    ``linear_attn.``."""
     return layer_rule(
         f"self_attention.{megatron}",
         split,
@@ -1480,7 +1487,8 @@ DELTA_NET = (
     gemma_norm("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
     _delta_rule("conv1d.weight", splits.delta_sections, "conv1d.weight", "delta_qkv", "one", "delta_kernel"),
     _delta_rule("dt_bias", splits.column_parallel, "dt_bias", "delta_heads"),
-    # Some checkpoints have A_log and the output norm in fp32, and all other tensors in bfloat16.
+    # Some checkpoints have A_log and the output norm in fp32, and all other tensors in bfloat16. For the output norm,
+    # ``dtype`` allows fp32 in files, too.
     _in_files(
         "float32", _delta_rule("A_log", splits.column_parallel, "A_log", "delta_heads", engine_dtype="float32")
     ),
@@ -1493,7 +1501,7 @@ DELTA_NET = (
 
 
 def _gated_attention(engine_block: str) -> tuple[Rule, ...]:
-    """Return the rules of attention with a gate; ``engine_block`` is SGLang's prefix of the names of its tensors."""
+    """Return the rules of attention with a gate. In SGLang's names, ``engine_block`` replaces ``self_attn.``."""
     query_norm = gemma_norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head")
     key_norm = gemma_norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head")
     rules = (
@@ -1696,7 +1704,7 @@ values' gates, and the two numbers of each value head."""
 
 
 def _of_server_type(rule: Rule) -> Rule:
-    """Return ``rule`` with another type for SGLang's tensors of CONFIG_DTYPE: the type of the server's weights."""
+    """Return ``rule``. SGLang's tensors of CONFIG_DTYPE have the type of the server's weights instead."""
     rows = []
     for row in rule.in_engine:
         is_of_config = row.dtype == CONFIG_DTYPE
@@ -1737,8 +1745,9 @@ def read_qwen3_5_moe_text(facts: ConfigFacts) -> ModelShape:
 def _read_qwen3_5(facts: ConfigFacts, family: str) -> ModelShape:
     # The router always renormalises.
     facts.require("norm_topk_prob", True, True)
-    # Checkpoints carry the layer that predicts further tokens. Positions of text are the same in all three axes.
+    # Checkpoints carry the layer that predicts further tokens.
     facts.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    # These keys divide the rotary dimensions among three axes. A token of text has the same position on all axes.
     facts.ignore("mrope_section", "mrope_interleaved")
     return read_hybrid_moe(facts, family)
 
@@ -1793,9 +1802,9 @@ def read_qwen3_5_moe(facts: ConfigFacts) -> ModelShape:
 
 
 def _gpt_oss_packed(name: str, *, transposed: bool) -> PackedExperts:
-    """Return the packed tensor ``name`` of a gpt-oss file: weights if ``transposed``, else biases.
+    """Return the packed tensor ``name`` of a gpt-oss file.
 
-    An example of a name: ``gate_up_proj_bias``.
+    Packed weights are transposed (``gate_up_proj``), packed biases are not (``gate_up_proj_bias``).
     """
     kind = "weight" if transposed else "bias"
     matrix = f"{HF_LAYER}mlp.experts.{{expert}}.{name.removesuffix('_bias')}.{kind}"
@@ -1900,8 +1909,8 @@ def read_gpt_oss(facts: ConfigFacts) -> ModelShape:
 
 
 def _read_window(facts: ConfigFacts) -> AttentionWindow:
-    """Read which layers attend to a window only. ``layer_types`` lists them; without it they are every other layer,
-    from the first layer on."""
+    """Read the size of windows, and the layers that attend to a window only. ``layer_types`` has each layer's kind.
+    Without ``layer_types`` every other layer has a window, from the first layer on."""
     kinds = facts.values.get("layer_types")
     layers = min(facts.positive("num_hidden_layers"), _MOST_LAYERS)
     if kinds is None:

@@ -131,6 +131,7 @@ class Layout:
         expert_tensor: int | None = None,
     ) -> Layout:
         """Return the layout with the fewest ranks: the least data parallelism that the experts need."""
+        # Only ``expert_tensor_size`` is read from these sizes, so the world size 0 has no effect.
         sizes = LayoutSizes(0, tensor, pipeline, virtual_pipeline, expert, expert_tensor)
         expert_ranks = expert * sizes.expert_tensor_size
         # The ranks of a stage, tensor * data, must be a multiple of ``expert_ranks``. For sizes below 1 there is no

@@ -83,7 +83,8 @@ class Segment:
         negative if the part is empty.
         """
         step = self.hf_step
-        # ``-(-a // b)`` is a / b, rounded up.
+        # Index i of the block is index hf_start + i * step of the tensor. So i lies in the part if i is at least
+        # (start - hf_start) / step, and below (start + count - hf_start) / step. ``-(-a // b)`` is a / b, rounded up.
         first = max(0, -(-(start - self.hf_start) // step))
         end = min(self.length, -(-(start + count - self.hf_start) // step))
         return first, end - first
@@ -104,10 +105,10 @@ class LocalParameter:
 
     Attributes:
         chunk: Number of the model chunk on its pipeline stage.
-        name: Name in that chunk's ``GPTModel.named_parameters()``.
+        name: Name in that chunk's ``GPTModel.named_parameters()``; for an engine, SGLang's name.
         shape: Local shape.
-        segments: Blocks of Hugging Face tensors that fill the parameter. Elements outside of segments are zero padding
-            of the vocabulary.
+        segments: Blocks of Hugging Face tensors that fill the parameter. Elements outside of segments are zero: padding
+            of the vocabulary, or a bias that only an engine's first rank adds.
         is_primary: True on exactly one of the ranks that hold the same values, and never for the copy of a tied
             embedding on the last stage.
     """
@@ -160,7 +161,7 @@ def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
 
 @cache
 def own_dtypes(shape: ModelShape) -> dict[str, str]:
-    """Return the type of each Hugging Face tensor that the trainer keeps and sends in a type of the tensor's own."""
+    """Return name -> type for the Hugging Face tensors that have a fixed type in the trainer and in updates."""
     return {name: source.dtype for name, source in _hf_sources(shape) if source.dtype is not None}
 
 
@@ -234,6 +235,7 @@ def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> lis
     parameters = []
     for row in _engine_rows(shape, engine, ep_rank):
         engine_row = row.rule
+        # Of a replicated tensor, rank 0 has the first copy.
         is_first_copy = engine_row.split is not replicated or rank == 0
         # ``part``: a rank, and the number of ranks among which the tensor is divided.
         if row.is_expert:
@@ -241,6 +243,7 @@ def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> lis
         else:
             ranks = dividing_ranks(shape, engine, engine_row)
             part = (rank % ranks, ranks)
+            # The first ``ranks`` ranks have the first copy of each part. All later ranks have further copies.
             is_first_copy = is_first_copy and rank < ranks
         shard = shard_of(engine_row.split, engine_row.sources, shape, *part)
         parameters.append(
@@ -384,7 +387,6 @@ def _engine_rows(
                     row,
                     is_expert=True,
                     layer=layer,
-                    local_layer=layer,
                     expert=expert,
                     local_expert=local_expert,
                 )
