@@ -89,8 +89,8 @@ class TokenShare:
 def own_batch(batch: PackedBatch, topology: Topology) -> PackedBatch:
     """Return ``batch`` with only the rows of this rank.
 
-    ``batch`` must have its targets and columns already. A target is the sequence's next token, which is the next row
-    only in a whole pack.
+    ``batch`` must have its targets and columns already. The target of a token is the next token of the sequence, and
+    another rank may hold the next token.
     """
     size = topology.cp_size
     if size == 1:
@@ -103,7 +103,7 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
 
     ``stats``: the statistics of this rank's ``own_batch``. The function communicates by one all-gather of the
     statistics, [t, 1 + K] numbers or more, and one all-reduce of the fault counts. The backward pass gives every rank
-    the gradient of the rank's rows. It sums nothing, because all ranks compute the same loss.
+    the gradient of the rank's rows. All ranks compute the same loss, so the backward pass sums nothing over ranks.
     """
     size = topology.cp_size
     group = topology.context_group
@@ -136,13 +136,14 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
     )
 
 
-def _like_own(all_rows: Tensor | None, own_rows: Tensor | None) -> Tensor | None:
-    """Detach ``all_rows`` unless ``own_rows``, this rank's part, requires a gradient. (If one of the gathered columns
-    requires a gradient, ``_Gather`` lets all columns require one.)
+def _like_own(gathered: Tensor | None, own: Tensor | None) -> Tensor | None:
+    """Detach ``gathered`` unless ``own``, this rank's part, requires a gradient.
+
+    If one of the columns of ``_Gather`` requires a gradient, all gathered columns require a gradient.
     """
-    if all_rows is None or own_rows is None or own_rows.requires_grad:
-        return all_rows
-    return all_rows.detach()
+    if gathered is None or own is None or own.requires_grad:
+        return gathered
+    return gathered.detach()
 
 
 class _Gather(torch.autograd.Function):
@@ -150,6 +151,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
+        # ``order`` has the rows of rank 0, then of rank 1, and so on: each rank's rows are an equal chunk.
         ctx.rows = order.chunk(group.size())[group.rank()]
         gathered = own.new_empty(len(order), *own.shape[1:])
         dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)

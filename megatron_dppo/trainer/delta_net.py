@@ -1,8 +1,8 @@
 """Gated delta nets (Qwen3-Next) on packed sequences. Megatron-Core's own forward pass rejects packed sequences.
 
 Parameters and their division among tensor-parallel ranks are Megatron-Core's. The state of a head begins as zero at
-every sequence of a pack. On GPUs with fla, and weights in bfloat16, one kernel computes all sequences (not yet run on a
-GPU); otherwise torch computes batches of sequences of similar lengths.
+every sequence of a pack. On a GPU with weights in bfloat16, one kernel of the library fla (flash-linear-attention)
+computes all sequences; this has not yet run on a GPU. Otherwise torch computes batches of sequences of similar lengths.
 
 Legend: T packed tokens, S sequences, K key heads and V value heads of this rank, D and E the sizes of their heads,
 C = 2 K D + V E convolved channels, W tokens of the convolution.
@@ -35,7 +35,8 @@ from megatron_dppo.trainer.padded_batches import padding_plan
 _EPSILON = 1e-6
 """Epsilon of the norm of queries and keys. No configuration of a model sets this value."""
 
-# Megatron-Core's constructor raises an error without fla. But only Megatron-Core's own forward pass calls fla.
+# Without fla, Megatron-Core's constructor raises an error. ``PackedDeltaNet`` works without fla, because it has its own
+# forward pass.
 gated_delta_net.HAVE_FLA = True
 
 
@@ -127,8 +128,8 @@ class PackedDeltaNet(GatedDeltaNet):
     ) -> ShardedStateDict:
         """Return Megatron-Core's state dict, with each fused parameter as one tensor of the checkpoint.
 
-        The tensor is a stack of the parameter's whole sections. Megatron-Core itself stores other fused parameters like
-        this, for example the gate and up projections of an MLP. But it stores each section of these as a tensor.
+        The tensor is a stack of the parameter's whole sections. Megatron-Core stores the fused projections of an MLP
+        like this, but Megatron-Core itself would store each section of a delta net's parameter as a separate tensor.
         """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata, tp_group)
         key_width = self.qk_dim // self.tp_size

@@ -199,7 +199,7 @@ class DenseAdapter(LinearAdapter):
         """Return the context of the random state for dropout. Ranks with equal inputs drop the same elements."""
         has_equal_inputs = self.linear.axis == 0 and not self.options.sequence_parallel
         if has_equal_inputs:
-            # Tensor-parallel ranks have the same default random state. The tracker's state differs between them.
+            # Tensor-parallel ranks have the same default random state. Their states in the tracker differ.
             return nullcontext()
         return get_cuda_rng_tracker().fork()
 
@@ -297,6 +297,8 @@ class ExpertAdapter(LinearAdapter):
                 parameter = getattr(self.matrices(part.name), which)
                 # The parameter's first axis counts experts.
                 axis = self.linear.axis + 1
+                # Mark every parameter as divided, also if A or B is not cut: otherwise the norm of the gradients counts
+                # only the experts of the first tensor-parallel rank.
                 set_tensor_model_parallel_attributes(
                     parameter, is_parallel=True, dim=axis, stride=1
                 )
@@ -312,8 +314,8 @@ class SharedExpertAdapter(LinearAdapter):
     """The adapters of the linears of a rank's experts. All experts of a layer share one A and one B, which are not cut.
 
     Each rank uses its rows or columns for the tokens of its experts. The gradient is the sum over all ranks of the
-    stage. Megatron sums it over tensor-parallel ranks because of the attribute ``sequence_parallel``, and over the
-    stage's other ranks because they are replicas.
+    stage. The attribute ``sequence_parallel`` lets Megatron sum the gradient over tensor-parallel ranks. Megatron's DDP
+    sums the gradient over the stage's other ranks, as for every dense parameter.
     """
 
     def delta(self, x: Tensor, *sizes: Any) -> Tensor:

@@ -53,7 +53,8 @@ def transformer_config(
         moe_options = _moe_options(shape, replay=config.router_replay)
     adapter_options = {}
     if config.lora.rank:
-        # The fusion adds gradients to DDP's buffers. A frozen weight has no buffer, and an adapter no Megatron layer.
+        # The fusion adds the gradient of a Megatron linear's weight to DDP's buffer. Here these weights are frozen, and
+        # frozen weights have no buffer. The adapters' linears are torch's, which do not use the fusion.
         adapter_options = {"gradient_accumulation_fusion": False}
     options = {
         **_model_options(shape),
@@ -104,8 +105,8 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
         "activation_func": F.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # The loss is divided before the backward pass. With False Megatron-Core would divide it by the number of
-        # micro-batches too.
+        # The loss is divided before the backward pass. With False Megatron-Core would also divide the
+        # loss by the number of micro-batches.
         "calculate_per_token_loss": True,
     }
 

@@ -255,6 +255,7 @@ def yarn_frequencies(plain: Tensor, theta: float, yarn: YarnRopeScaling) -> Tens
     """
     pairs = len(plain)
 
+    # Solve turns = original_max_positions * p_i / (2 pi), with p_i = theta^(-i / pairs), for i.
     def index_of(turns: float) -> float:
         return (
             pairs * math.log(yarn.original_max_positions / (turns * 2 * math.pi)) / math.log(theta)
@@ -263,6 +264,7 @@ def yarn_frequencies(plain: Tensor, theta: float, yarn: YarnRopeScaling) -> Tens
     low, high = index_of(yarn.beta_fast), index_of(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
+    # YaRN's reference code has the same bounds, although the last index is pairs - 1.
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     if low == high:
         # The ramp divides by high - low.

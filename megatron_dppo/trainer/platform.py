@@ -57,7 +57,7 @@ NEEDED = (
 def set_missing_variables(environment: MutableMapping[str, str]) -> list[str]:
     """Set the variables of ``NEEDED`` that are missing; return a line about each.
 
-    A value of the user is kept. If another value is usual, the line says so.
+    A value of the user is kept. If this value is not ``Variable.value``, the line says so.
     """
     lines = []
     for variable in NEEDED:

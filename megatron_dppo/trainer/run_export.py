@@ -151,6 +151,7 @@ def gathered_examples(examples: Sequence[Example]) -> list[Trajectory]:
     for share in all_gather_json(list(examples)):
         for position, *columns in share:
             by_position[position] = columns
+    # The problem's id and the sample's index are not needed: set both to 0.
     return [Trajectory(0, 0, *by_position[position]) for position in sorted(by_position)]
 
 

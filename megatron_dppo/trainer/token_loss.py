@@ -38,13 +38,14 @@ def make_token_loss(
 
     Args:
         algorithm: the algorithm.
-        aggregation: a name in ``algorithms.aggregation.AGGREGATIONS``. The returned function applies the aggregation's
-            factors of tokens; the caller divides by the aggregation's denominator.
+        aggregation: a name in ``algorithms.aggregation.AGGREGATIONS``. The returned function multiplies
+            each token by the aggregation's factor; the caller divides by the aggregation's denominator.
         observers: called with each micro-batch and its loss.
         reference_kl: factor of the penalty on leaving the reference policy; 0: no penalty. With a penalty, batches need
             the column of the reference policy's log-probabilities.
         reference_estimator: a name in ``algorithms.reference_penalty.ESTIMATORS``.
-        weighted_reference: whether the penalty of a token is multiplied by min(pi / mu, the algorithm's cap).
+        weighted_reference: whether the penalty of a token is multiplied by min(pi / mu, the algorithm's cap). pi is the
+            trained policy, mu the rollout policy.
     """
     cap = algorithm.ratio_cap if weighted_reference else None
     penalty = None
@@ -71,9 +72,9 @@ def make_token_loss(
 def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
     """Combine a micro-batch with its statistics, on the statistics' device.
 
-    The sampled token becomes the last of K + 1 Top-K columns. If TopK(mu) has the token already, the last
-    column is marked invalid, so that no probability counts twice. Without ``stats.topk_log_probs`` the result has no
-    Top-K tensors. Raises ValueError if the batch lacks its own Top-K, or the rollout log-probabilities.
+    The sampled token becomes the last of K + 1 Top-K columns. If the Top-K ids have the token already, the last column
+    is marked invalid, so that no probability counts twice. Without ``stats.topk_log_probs`` the result has no Top-K
+    tensors. Raises ValueError if the batch lacks a column that is needed, for example the rollout log-probabilities.
     """
     batch = batch.to(stats.log_probs.device)
     topk = None

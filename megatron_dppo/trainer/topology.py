@@ -60,7 +60,7 @@ class Topology:
     def is_first_of_stage(self) -> bool:
         """Whether this rank is the first of its replica's ranks in its pipeline stage.
 
-        These ranks have equal statistics.
+        All ranks of a replica in the last stage have equal statistics, so the first rank can report for all.
         """
         return self.tp_rank == 0 and self.cp_rank == 0
 
@@ -126,6 +126,7 @@ def init_distributed(
 def _name_interface(interface: str | None) -> None:
     """Set the variables from which gloo and NCCL read the interface, for all groups of this process."""
     if interface is not None:
+        # ``interface`` may be an address, but the variables need a name.
         name = interfaces.interface_of(interfaces.interface_address(interface)) or interface
         os.environ["GLOO_SOCKET_IFNAME"] = name
         os.environ["NCCL_SOCKET_IFNAME"] = name

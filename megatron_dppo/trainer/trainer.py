@@ -462,7 +462,7 @@ class Trainer:
     def park(self, parts: Collection[TrainerPart] = TRAINER_PARTS) -> ParkingResult:
         """Move ``parts`` to the host, between two passes; see ``Parker.park``. Not collective.
 
-        A background save of a checkpoint may still be running: it writes a copy that was made before ``save`` returned.
+        Parking does not disturb a background save of a checkpoint, which writes a copy made before ``save`` returned.
         """
         check_no_transfer(self.ddp_chunks)
         if "gradients" in parts:

@@ -137,8 +137,8 @@ def test_without_gpus_heads_are_exchanged_for_tokens():
         assert not list(cpu_layout_faults(sizes, three_heads))
     (fault,) = cpu_layout_faults(LayoutSizes(4, tensor=2, context=2), three_heads)
     assert fault.text("parallel.") == (
-        "parallel.context: got 2, expected without GPUs a divisor of the 3 attention heads of a tensor-parallel "
-        "rank, which attention exchanges for tokens"
+        "parallel.context: got 2, expected a divisor of the 3 attention heads of a tensor-parallel rank: layers of "
+        "torch modules exchange heads for tokens"
     )
 
 

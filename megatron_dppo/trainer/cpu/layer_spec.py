@@ -231,8 +231,8 @@ def layout_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault
     heads = shape.num_attention_heads // sizes.tensor
     if heads % sizes.context:
         expected_text = (
-            f"without GPUs a divisor of the {heads} attention heads of a tensor-parallel rank, which attention "
-            "exchanges for tokens"
+            f"a divisor of the {heads} attention heads of a tensor-parallel rank: layers of torch modules exchange "
+            "heads for tokens"
         )
         yield LayoutFault("context", sizes.context, expected_text)
 
@@ -548,8 +548,8 @@ def _delta_net(provider: TorchSpecProvider, config: TransformerConfig) -> Module
 def _layer_spec(
     provider: TorchSpecProvider, config: TransformerConfig, *, is_moe: bool, is_delta: bool
 ) -> ModuleSpec:
-    # Linears that follow a norm contain the norm (NormColumnParallelLinear). Only the routers and the whole linears
-    # before attention's latents need a separate norm.
+    # Linears that follow a norm contain the norm (NormColumnParallelLinear). The norm is a separate layer
+    # only before a router and before latent attention.
     norm = provider.layer_norm()
     if is_delta:
         self_attention = _delta_net(provider, config)

@@ -109,7 +109,7 @@ def install() -> None:
 
 
 def _silence_warnings() -> None:
-    """Hide megatron.core's warnings about GPU libraries that are not installed here."""
+    """Hide the warnings that megatron.core causes: missing GPU libraries, a variable of CUDA, deprecated names."""
     for message in ("Transformer Engine", "Apex", "CUDA_DEVICE_MAX_CONNECTIONS", "full scope is"):
         warnings.filterwarnings("ignore", f".*{message}", UserWarning, r"megatron\.core\b.*")
     warnings.filterwarnings("ignore", r".*`torch\.distributed\.", FutureWarning, r"torch\..*")
@@ -165,10 +165,11 @@ def _patch_megatron() -> None:
     def set_rng_state(state: Any, device: Any = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
-    # The original functions queue states until CUDA starts. Without CUDA, forks of the tracker would have no effect.
+    # The original set function queues the state until CUDA starts. Without CUDA, the random number tracker would
+    # therefore never change the state.
     random._get_cuda_rng_state = get_rng_state
     random._set_cuda_rng_state = set_rng_state
-    # Megatron-Core converts only CUDA tensors to lists of all-to-all split sizes.
+    # The original converts only CUDA tensors to numpy, but the split sizes of an all-to-all must be in numpy here too.
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
     # The original copies two numbers from page-locked memory, and page-locked memory needs a device.
     for module in (rotary_pos_embedding, yarn_rotary_pos_embedding):
@@ -225,19 +226,20 @@ def _divide_parameters(optimizer: Any, offload_fraction: float) -> tuple[Any, ..
         host_group = {**group, "params": []}
         device_group = {**group, "params": []}
         for param in group["params"]:
-            stepped = param
+            # The optimizer of the group updates this tensor: the parameter, its copy or its master.
+            updated = param
             is_offloaded = copied < threshold
             if is_offloaded:
-                stepped = param.detach().clone()
+                updated = param.detach().clone()
                 copied += param.numel()
             if optimizer.param_update_in_fp32 and param.dtype != torch.float32:
-                stepped = stepped.detach().clone().float()
-                masters[param] = stepped
+                updated = updated.detach().clone().float()
+                masters[param] = updated
             if is_offloaded:
-                host_copies[param] = stepped
-                host_group["params"].append(stepped)
+                host_copies[param] = updated
+                host_group["params"].append(updated)
             else:
-                device_group["params"].append(stepped)
+                device_group["params"].append(updated)
         if host_group["params"]:
             host_groups.append(host_group)
         if device_group["params"]:
