@@ -157,7 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for warning in untried_options(config):
                 print(f"warning: {warning}")
             return 0
-        # If options are forwarded to Megatron-Core, a child process checks the configuration, with the library.
+        # Ranks check the configuration themselves. The starting process, which has no RANK, leaves the check to a child
+        # process if options are forwarded to Megatron-Core: the child imports the library for the check.
         if "RANK" in os.environ or not config.forwards_to_megatron:
             check_supervised_config(config, options.config)
         if "RANK" not in os.environ:

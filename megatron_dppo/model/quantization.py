@@ -71,7 +71,10 @@ def holds_quantized(parameter: LocalParameter) -> bool:
 
 
 def scale_parameter(parameter: EngineParameter) -> EngineParameter:
-    """Return the engine's parameter with the scales of ``parameter``. A block must not be in two segments."""
+    """Return the engine's parameter that holds the scales of ``parameter``.
+
+    No block of ``parameter`` may span two segments.
+    """
     # An expert's name ends with its number: ``tensor[3]``.
     tensor, bracket, expert = parameter.name.partition("[")
     segments: list[Segment] = []

@@ -56,8 +56,8 @@ def check_filled(
 ) -> None:
     """Check that the segments tile ``parameter`` and are inside their sources.
 
-    ``tensors``: the shapes of the sources. Only parameters of ``vocabulary`` tensors, or without segments, may end in
-    padding.
+    ``tensors``: the shapes of the sources. A parameter may end in padding only if it has no segments, or if a segment
+    comes from a tensor of ``vocabulary``.
     """
     may_have_padding = True
     dim = 0
@@ -102,7 +102,8 @@ def check_tiling(name: str, dims: Dims, segments: Iterable[mapping.Segment]) -> 
         intervals = [
             (s.hf_start // step, s.length) for s in segments if s.hf_start % step == remainder
         ]
-        # The dimension is a multiple of the step, so each remainder has dims[dim] / step indices.
+        # The dimension is a multiple of the step. So each remainder r has dims[dim] / step indices r + i * step. The
+        # next index after them would be r + dims[dim].
         end = _end_of_intervals(name, sorted(intervals)) * step + remainder
         expected_end = dims[dim] + remainder
         if end != expected_end:
@@ -171,6 +172,7 @@ def prove_resharding(
             for *_, segment in landings:
                 direct[piece.rank] += _overlap(tensor.shape, piece.segment, segment)
         for rank, _, segment in landings:
+            # The overlap of a block with itself is the whole block.
             received[rank] += _overlap(tensor.shape, segment, segment)
     if direct.total() != received.total():
         raise ProofError(
@@ -231,6 +233,7 @@ def _overlap(dims: Dims, a: mapping.Segment, b: mapping.Segment) -> int:
             low, high = b.hf_start, b.hf_end
         count = high - low
         if a.dim == axis:
+            # Of the indices from low to high, count only the indices of ``a``.
             _, count = a.within(low, count)
         total *= max(0, count)
     return total

@@ -42,8 +42,8 @@ class YarnRopeScaling:
     """YaRN's frequency scaling (``rope_type: yarn``) as DeepSeek-V3 has it; positions in tokens.
 
     ``mscale`` and ``mscale_all_dim`` are coefficients of ln(``factor``). Both affect the factor of the rotated part
-    (``rotated_factor``), and ``mscale_all_dim`` also affects the scale of attention. With ``truncate`` the first and
-    the last interpolated dimension are rounded to whole numbers.
+    (``rotated_factor``), and ``mscale_all_dim`` also affects the scale of attention. ``beta_fast`` and ``beta_slow``
+    give the bounds of the interpolated dimensions; with ``truncate`` these bounds are rounded to whole numbers.
     """
 
     factor: float
@@ -74,9 +74,9 @@ class Router:
     """The choice of a token's experts, and the weights of their outputs.
 
     ``score`` is the function of the logits. With ``has_bias`` a constant of each expert is added to the scores for the
-    choice, but not for the weights. The experts are divided into ``groups`` equal runs. ``chosen_groups`` of these runs
-    are chosen for a token, then the token's experts in the chosen runs. The weights of the chosen experts are
-    multiplied by ``scale``.
+    choice, but not for the weights. The experts are divided into ``groups`` groups of adjacent experts, of equal size.
+    For each token, ``chosen_groups`` groups are chosen first. The token's experts are then chosen from these groups.
+    The weights of the chosen experts are multiplied by ``scale``.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -184,7 +184,7 @@ class ModelShape:
         window: sliding windows of attention; None: all layers attend to the whole sequence.
         has_sinks: whether the softmax of each attention head has one further logit, a parameter. The probability of
             this logit is dropped.
-        has_biases: whether all linears of layers, routers and experts have biases.
+        has_biases: whether all linear layers have biases: in attention, MLPs, routers and experts.
         glu_limit: above 0, the gated unit of an MLP is gate * sigmoid(1.702 gate) * (up + 1), with the gate at most the
             limit, and up between -limit and limit.
     """
@@ -383,7 +383,9 @@ def _attention_parameters(shape: ModelShape) -> int:
     hidden = shape.hidden_size
     if shape.latent is None:
         queries = sizes["gated_query"] if shape.gates_attention else sizes["query"]
-        return hidden * (queries + sizes["query"] + 2 * sizes["kv"])
+        # The output matrix of attention has one column for each column of the queries, without gates.
+        output = sizes["query"]
+        return hidden * (queries + 2 * sizes["kv"] + output)
     queries = hidden * sizes["query"]
     if shape.latent.query_rank is not None:
         queries = shape.latent.query_rank * (hidden + sizes["query"])
@@ -403,11 +405,11 @@ def _delta_parameters(shape: ModelShape) -> int:
 def forward_flops(shape: ModelShape) -> SequenceCost:
     """Return the FLOPs of one forward pass of the whole model. A multiplication and an addition count as two.
 
-    A token takes 2 x ``active_parameters``. In addition, S tokens take 2q + 2v for each of the S^2/2 pairs of causal
-    attention (Q K^T and its product with V) in every layer, with q and v the widths of all heads' queries and values:
-    (q + v)L S^2. A layer with a window of W tokens takes at most S W pairs instead. In a layer with a delta net each
-    token reads, corrects and reads again the state of each head: 6 FLOPs for each element. Norms, rotary embedding and
-    softmax are not counted.
+    The matrix products take 2 x ``active_parameters`` for each token. Causal attention has S^2/2 pairs of tokens in
+    each layer. A pair takes 2q FLOPs for Q K^T, and 2v for the product with V: q and v are the widths of all heads'
+    queries and values. L layers take (q + v)L S^2. A layer with a window of W tokens is counted with S W pairs. In a
+    layer with a delta net each token reads, corrects and reads again the state of each head: 6 FLOPs for each element.
+    Norms, rotary embedding and softmax are not counted.
     """
     sizes = shape.sizes()
     values = sizes["query"] if shape.latent is None else sizes["attention"]

@@ -109,11 +109,12 @@ class BoundReward:
     def of(cls, target: Callable[..., Any], options: Mapping[str, Any]) -> Self:
         """Bind options to a reward's function or class, and read its form from the signature.
 
-        A parameter is a column of the problem's metadata if it is not a field, not ``record`` or ``records``, and not
-        an option with a value or a default.
+        A parameter named like a field, ``record`` or ``records`` gets the reward's input. A parameter is an option if
+        it has a value in ``options`` or a default, or if it is keyword-only. All other named parameters are columns of
+        the problem's metadata.
 
         Raises:
-            ValueError: An option has no parameter, or no parameter is a field.
+            ValueError: An option has no parameter or no value, or no parameter gets the reward's input.
         """
         try:
             # A class holds state that its calls share. Its constructor takes the options.
@@ -203,9 +204,9 @@ class Reward:
         target: ``package.module:function``, or a class whose objects are called.
         runs_inline: Whether the verifier calls the function in the verifier's process, without a time limit. Only for
             functions of text whose time is linear in the response's length.
-        gold_target: Path, like ``target``, of the function that checks a gold answer before the run: it scores an
-            answer 1 if responses can match it, and ignores the response. None: ``target`` is called with the answer as
-            the response, and any score counts as a match.
+        gold_target: Path, like ``target``, of the function that checks gold answers before the run. The check calls
+            this function with the gold answer as both response and answer. The answer is good if the score is 1. None:
+            the check calls ``target`` in this way, and any score is good.
         answer_target: Path, like ``target``, of a function that extracts the part of a response that the reward
             compares with the answer. ``reason`` calls it to explain a score. It imports no library. None: the reward
             has no function for this.
@@ -236,7 +237,7 @@ class Reward:
 
     @property
     def checks_itself(self) -> bool:
-        """Whether the reward checks gold answers with ``target``, and not with a separate function."""
+        """Whether ``target`` checks the gold answers: ``gold_target`` is None or names the same function."""
         return self.gold_target in (None, self.target)
 
     def final(self, answer: str) -> str:

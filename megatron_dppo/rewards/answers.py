@@ -89,7 +89,8 @@ def written_answer(response: str) -> str:
         return _last_line_answer(text)
     # The last answer has the largest position.
     _, last_answer = max(answers)
-    # A box may hold a sentence: "The answer is 42", or "\text{The answer is} 42" with a brace before the answer.
+    # A box may hold a sentence: "The answer is 42". In "\text{The answer is} 42" the text after "is" begins with a
+    # brace, which is removed.
     statements = _stated_answer(last_answer)
     if statements:
         _, stated_answer = statements[0]
@@ -147,7 +148,7 @@ def _is_separator(text: str, start: int, end: int) -> bool:
 
 
 def _extended_list(previous_content: str, content: str) -> str:
-    """Add ``content`` to the previous boxes' content. Skip a repeated content, and any content of a list too long."""
+    """Add ``content`` to the previous boxes' content, unless the content is there already, or the list is too long."""
     if len(previous_content) > LONGEST_ANSWER or content in previous_content.split(", "):
         return previous_content
     return f"{previous_content}, {content}"
@@ -181,9 +182,9 @@ def _stated_answer(text: str) -> list[_PositionedAnswer]:
 
 
 def _first_answer_of(line: str) -> str:
-    """The first formula of ``line``, the text after ``Answer:``; empty if the answer is negated.
+    """The answer in ``line``; empty if the answer is negated. ``line`` is the rest of a line after ``Answer:``.
 
-    Without a formula, the answer is the first sentence up to a reason (``because ...``).
+    The answer is the first formula. Without a formula, it is the first sentence up to a reason (``because ...``).
     """
     formula = _FORMULA.search(line)
     if formula is not None:

@@ -39,7 +39,7 @@ def hand_over(path: Path, scored: Mapping[str, str], bad: BadAnswers) -> None:
 
 
 def handed_over(scored: Mapping[str, str]) -> BadAnswers | None:
-    """Read the result that ``hand_over`` wrote in this start for equal ``scored``; None if there is no result."""
+    """Read the result that ``hand_over`` wrote; None if there is no result, or if its ``scored`` differs."""
     try:
         content = json.loads(Path(os.environ[VARIABLE]).read_text(encoding="utf-8"))
     # There is no file if another launcher, for instance torchrun, started this rank, or if the rank runs on another

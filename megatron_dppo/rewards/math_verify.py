@@ -88,9 +88,9 @@ def _equal(candidate: str, gold_text: str, written_as_text: bool) -> bool:
     candidate_words = answer_parts.words_of(candidate)
     expected_words = answer_parts.words_of(gold_text)
     are_words = candidate_words is not None and expected_words is not None
-    # math-verify would parse words as products of letters, and "on" would equal "no". Letters that may be a product,
-    # "ab", are left to math-verify.
     are_equal_words = are_words and candidate_words == expected_words
+    # math-verify parses a word as a product of letters, so "on" would equal "no". Compare text and verdicts only as
+    # words. Other letters may be a product, "ab", and are left to math-verify.
     are_no_product = are_words and (written_as_text or expected_words in _VERDICTS)
     if are_equal_words or are_no_product:
         return are_equal_words

@@ -1,7 +1,7 @@
 """Rewards that a server computes: a reward model behind SGLang's ``/classify``, or a judge behind chat completions.
 
 Both rewards are asynchronous. The verifier bounds the number of concurrent requests, applies the time limit and
-retries. This module sends a request, parses the answer, and caches it. The responses of a group are often equal, and a
+retries. This module sends requests, and parses and caches the answers. The responses of a group are often equal, so a
 worker sends only one request for equal responses, even while the answer is pending. A broken connection, a status of
 408, 429 or 5xx, and an invalid answer are RewardUnavailableErrors. Any other status means that the request itself is
 wrong, and ends the run. A redirect also ends the run: its target is not the configured address, and must not set
@@ -234,7 +234,7 @@ class RewardModel:
 
     def __init__(self, *, url: str, tokenizer: str, api_key_variable: str | None = None) -> None:
         self._endpoint = JsonEndpoint(url, api_key_variable)
-        # Load the tokenizer now: in the first call, loading would count towards the server's time limit.
+        # Load the tokenizer now: in the first call, loading would count towards the time limit of the call.
         self._tokenizer = _loaded_tokenizer(tokenizer)
         self._control_tokens = ControlTokens(self._tokenizer)
         self._cache = _Cache(_CACHE_SIZE)

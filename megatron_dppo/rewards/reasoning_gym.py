@@ -29,7 +29,7 @@ except ImportError as error:
 _MAX_EXCERPT = 80
 """Largest number of characters of an answer, or of an error, in a reason."""
 COMPOSITE = "composite"
-"""The name of mixtures of other tasks; it is not a task."""
+"""Entry of ``DATASETS`` that mixes problems of other tasks. It is not a task itself."""
 
 
 def tasks() -> list[str]:

@@ -26,9 +26,9 @@ def reward_faults(
 ) -> Iterator[str]:
     """Yield the errors of the run's rewards for an empty, a truncated and a long response to the first problem.
 
-    The trial skips rewards that read solutions (``exact_integer``, ``math_verify``): another check scores each
-    problem's own answer with them before a start. It also skips asynchronous rewards, because each call may cost money.
-    A call that takes too long is no error.
+    The trial skips rewards that read solutions (``exact_integer``, ``math_verify``), because the check of gold answers
+    calls these rewards before a start. The trial also skips asynchronous rewards, because each call may cost money. A
+    call that takes too long is no error.
 
     Args:
         path: Path of the problems' file.

@@ -1,8 +1,8 @@
 """Scores of responses, computed in worker processes with a hard time limit for each call.
 
-A process cannot interrupt its own endless check: math-verify's own limit needs the main thread, and regular expressions
-and integer powers do not check for interrupts while they run. So checks run in a worker process, and the verifier kills
-this process at the time limit.
+A process cannot interrupt its own endless check: regular expressions and integer powers do not check for interrupts
+while they run. math-verify has a time limit, but the limit works only in the main thread. So checks run in a worker
+process, and the verifier kills this process at the time limit.
 
 The worker (``system/workers.py``) receives the reward's name, options and time limit. Once the worker is ready, it
 answers with the reward's form (RewardForm). Then each call is a list of RewardInputs, and the answer a list with a
@@ -377,9 +377,10 @@ def _shorten(text: str) -> str:
 
 
 class RewardWorker(RestrictedWorker):
-    """One worker process of a reward, with one call at a time. ``Verifier`` describes the other arguments.
+    """One worker process of a reward, with one call at a time.
 
-    ``variable_names`` are the environment variables with credentials that the process gets.
+    ``variable_names`` are the environment variables with credentials that the process gets. ``Verifier`` describes the
+    other arguments.
     """
 
     def __init__(
@@ -441,7 +442,7 @@ class RewardWorker(RestrictedWorker):
             # End the process, because the cause would remain in it: full memory, or code of a response that writes
             # answers.
             self.kill()
-        reason = "its process had no memory left, or was to exit"
+        reason = "its process had no memory left, or called sys.exit"
         return [self._unavailable_after_service_fault(form, score, reason) for score in scores]
 
     def _unavailable_after_service_fault(
@@ -564,7 +565,8 @@ _SERVICE_ERRORS = {
 
 def _failure(error: Exception | SystemExit) -> Score:
     """Convert an exception of a reward to a score. Raises an exception that is an error of the program."""
-    # If the reward runs the code of a response, this code may cause these exceptions, as it may cause a signal.
+    # If the reward runs the code of a response, this code may raise these exceptions. So they count as a crash, like a
+    # signal that ends the process.
     if isinstance(error, MemoryError | SystemExit):
         return Score(0.0, crashed=True)
     reason = str(error)[:_MAX_REFUSAL]
@@ -610,7 +612,8 @@ def serve(
             except (EOFError, ConnectionResetError):
                 return
             inputs = pickle.loads(call.content)
-            # The default action of SIGALRM ends the process. The reward's code cannot delay it.
+            # The default action of SIGALRM ends the process. The kernel takes this action even while the reward's code
+            # runs and does not check for signals.
             signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
             if reward.form.is_async:
                 scores = runner.run(scores_in_time(reward, inputs, timeout_s))
@@ -625,7 +628,8 @@ def serve(
 def main() -> None:
     """Serve in a child process, with this process as its guard."""
     [descriptor] = sys.argv[1:]
-    # Processes that the reward starts do not inherit the connection, so they cannot answer.
+    # Processes that the reward starts do not inherit the connection, so they cannot answer. With is_final, the
+    # limit of memory applies to these processes too.
     connection, start, settings = connect_restricted(descriptor, is_final=True)
     try:
         serve(connection, start, **settings)

@@ -12,7 +12,7 @@ There are points before and after each durable step, and in each phase of a weig
     torn     the last write is cut to its first half, then the process ends by SIGKILL. At a point without a write,
              ``torn`` is the same as ``kill``
     record   no failure: every point that is reached appends its name to a file. The plan is ``POINT,record,PATH`` with
-             the file PATH; POINT is ignored. TORN follows the name of a point at which ``torn`` can cut a write
+             the file PATH; POINT is ignored. If ``torn`` can cut a write at the point, ``(torn)`` follows the name
 
 Several plans are separated by semicolons. A plan ``POINT,KIND,NUMBER,PATH`` appends itself to the file PATH before it
 fails. ``tools/faults/failpoints.py`` makes every point fail in turn.

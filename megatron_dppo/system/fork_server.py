@@ -480,8 +480,8 @@ def run_forked(module: str, arguments: Sequence[str]) -> int | None:
 def _key(python: str, libraries: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return a text that is equal for two fork servers whose imports leave the same state.
 
-    The text has the interpreter, the libraries, and a hash of the environment variables except keys and variables of a
-    run.
+    The text has the interpreter, the libraries, and a hash of the environment variables. Credentials, and variables
+    that begin with ``_RUN_PREFIX``, are left out of the hash.
     """
     lines: list[str] = []
     for name, value in sorted(without_secrets(environment).items()):
@@ -535,9 +535,9 @@ class _StartedFork(StartedProcess):
 class ForkingLauncher(Launcher):
     """Starts ``python -m module`` on this machine as a fork of a fork server that has imported ``libraries``.
 
-    There is one fork server for each combination of interpreter, environment (libraries may read variables when they
-    are imported) and thread that starts commands (a fork server ends with the thread that started it). A command that
-    runs another module is not forked: Launcher starts it.
+    There is one fork server for each interpreter, environment and thread: libraries may read variables when they are
+    imported, and a fork server ends with the thread that started it. A command that runs another module is not forked:
+    Launcher starts it.
     """
 
     def __init__(self, module: str, libraries: Sequence[str]) -> None:
@@ -588,10 +588,10 @@ def main() -> int | None:
     In each forked process, run its module and return its exit code.
     """
     libraries = sys.argv[1:]
-    # Read the keys first: forked processes inherit them.
+    # Read the credentials first: forked processes inherit them.
     hide_secrets()
-    # Initialise setproctitle now. It finds the memory of the title by the process's initial environment, and a fork may
-    # clear this environment.
+    # Initialise setproctitle now: setproctitle needs the process's initial environment to find the memory of the title,
+    # and a fork may clear this environment.
     with _kept_name():
         setproctitle.getproctitle()
     control = socket.socket(fileno=int(os.environ.pop(_CONTROL_VARIABLE)))
