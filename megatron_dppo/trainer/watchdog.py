@@ -71,16 +71,17 @@ def pending_collectives(*, callers: bool) -> list[Pending]:
 
     Collectives of destroyed groups are left out: the recorders keep them until the backend's own limit.
 
-    ``callers``: whether to find the calling lines. For that torch imports its compiler in this thread. The main
-    thread may import it too, so pass True only if the main thread waits in one of these collectives.
+    ``callers``: whether to find the calling lines. With True, torch imports its compiler in this thread, and the main
+    thread must not import the compiler meanwhile. So pass True only if the main thread waits in one of these
+    collectives.
     """
     ranks_by_group = known_groups()
     collectives: list[Pending] = []
     for name in DUMPS:
         dump: Any = getattr(_distributed_c10d, name, None)
         if dump is not None:
-            # Include collectives, call stacks if wanted, and ended entries: the state of a batch of NCCL is in the
-            # entry that closes the batch.
+            # The arguments: include collectives, include call stacks, leave out ended entries. Ended entries are
+            # needed: only the entry that closes a batch of NCCL shows that the batch has ended.
             trace = pickle.loads(dump(True, callers, False))
             collectives += read_trace(_of_groups(trace, ranks_by_group), ranks_by_group)
     return sorted(collectives, key=attrgetter("since_ns"))
@@ -307,7 +308,11 @@ _NO_RENDEZVOUS = "the ranks' rendezvous, which rank 0 or its launcher hosts, doe
 
 
 def describe_wait(rank: int, hung: Pending, waits_by_rank: Mapping[int, Sequence[Pending]]) -> str:
-    """Describe what another ``rank`` of the group waits in. A rank that waits in no collective publishes nothing."""
+    """Describe what another ``rank`` of the group waits in.
+
+    A rank that waits in no collective publishes nothing. A rank publishes an empty list if its collective ended just
+    before it published.
+    """
     if rank not in waits_by_rank:
         return f"rank {rank} waits in no collective: it is stopped, or busy with something else"
     waits = waits_by_rank[rank]

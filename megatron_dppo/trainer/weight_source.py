@@ -26,8 +26,8 @@ class TrainerWeights:
 
     Args:
         trainer: the trainer.
-        ranks_per_sender: consecutive ranks form groups of this size. A tensor is sent by one rank of the group that
-            holds most of the tensor.
+        ranks_per_sender: consecutive ranks form groups of this size. The group with the largest part of a tensor has
+            one rank that sends the tensor.
         values: returns this rank's current tensors; default: the trainer's weights.
     """
 
@@ -70,8 +70,8 @@ class TrainerWeights:
     def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
         """Plan all weights in buckets.
 
-        With ``spread``, each bucket is gathered on one rank of the group of ``ranks_per_sender`` ranks that holds most
-        of the bucket. Without ``spread``, rank 0 gathers all buckets.
+        With ``spread``, each group of ``ranks_per_sender`` ranks has one receiver. The group with the largest part of a
+        bucket gathers the bucket on its receiver. Without ``spread``, rank 0 gathers all buckets.
         """
         trainer = self._trainer
         return gather_plan.hf_buckets_plan(
@@ -117,11 +117,13 @@ class TrainerWeights:
     ) -> list[list[float]]:
         """Compute log p(token | tokens before it) of all tokens but the first, by prompt, at temperature 1. Collective.
 
-        Every replica computes the same values, and its routers choose the experts. ``quantized``: score with weights
-        that are rounded to block FP8. In a trainer with adapters nothing is rounded: engines round the merged weights,
-        and the trainer's forward pass has no merged weights.
+        Every replica computes the same values. Routers choose the experts: no recorded routing is used. ``quantized``:
+        score with weights that are rounded to block FP8. In a trainer with adapters nothing is rounded: engines round
+        the merged weights, and the trainer's forward pass has no merged weights.
         """
+        # Log-probabilities are computed of responses: all tokens but the first are the response.
         samples = [Trajectory.of_response(p[:1], p[1:]) for p in prompts]
+        # Only the first batch has tokens.
         batches = self._trainer.packed(samples)
         with self._rounded_weights(quantized):
             flat = self._trainer.log_probs(batches, temperature=1.0)[0].cpu()

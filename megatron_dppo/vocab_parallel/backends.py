@@ -162,8 +162,8 @@ class EagerBackend:
     def _dlogits(self, logits: Tensor, scale: float, gradient: RowGradient, rows: slice) -> Tensor:
         """Return dL/dz of ``rows``, whose logits are ``logits`` [rows, real]."""
         dtype = _compute_dtype(logits)
-        # Subtract lse in two steps, so that a large lse loses no precision. First subtract lse / scale, rounded, from
-        # the unscaled logits. Then subtract the rounding error.
+        # Compute scale z - lse in two steps, so that a large lse loses no precision. First subtract ``shift``, which is
+        # lse / scale rounded, from the unscaled logits. Then add ``rest``, which corrects the rounding error.
         shift = (gradient.lse[rows] / scale).to(dtype)
         rest = (shift.double() * scale - gradient.lse[rows]).to(dtype)
         log_p = logits.to(dtype, copy=True).sub_(shift[:, None]).mul_(scale).add_(rest[:, None])
@@ -421,6 +421,7 @@ class TritonBackend:
         lse = top.double() * scale + log_total
         plogp = None
         if with_entropy:
+            # The kernel's e and d give p = e / total and log p = scale d - log total; ``weighted`` is the sum of e d.
             plogp = torch.where(total > 0, scale * weighted / total - log_total, 0.0)
         squares = None
         if with_squares:

@@ -38,8 +38,9 @@ class HeadFactor:
     """A term of the logits: ``hidden`` [T, H] times the transpose of ``weight`` [C, H].
 
     An output layer has one factor. An output layer with an adapter has two factors, each with its own H. If there is a
-    ``main_gradient`` [C, H], the gradient of ``weight`` is added to ``main_gradient``, in its dtype, and autograd gets
-    no gradient of ``weight``. Else the gradient is summed in float32 and passed to autograd.
+    ``main_gradient`` [C, H], the gradient of ``weight`` is added to ``main_gradient``, in the dtype of
+    ``main_gradient``, and autograd gets no gradient of ``weight``. Else the gradient is summed in float32 and passed to
+    autograd.
     """
 
     hidden: Tensor
@@ -310,7 +311,7 @@ class _HeadStats(torch.autograd.Function):
         gradient = _RowGradients(
             head.request, lse, entropy, grad_log_probs, id_gradients, grad_entropy
         )
-        # A token that the mask blocked has no gradient: do not compute its logits again.
+        # Do not compute the logits of a token again if its gradient is 0: DPPO's mask has blocked the token.
         remaining_rows = gradient.nonzero_rows()
         if kept_chunk is None:
             buffer = head.buffer(len(remaining_rows), tensors[1])
@@ -443,7 +444,7 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, beta: int) -> Tensor:
     if out.is_cuda:
         return torch.addmm(out, left, right, beta=beta, out_dtype=out.dtype, out=out)
     # On a CPU torch has no product with a wider sum. Convert ``right`` whole, and ``left`` one block of rows at a time.
-    # If ``right`` is the larger factor, compute the transposed product instead.
+    # To save memory the larger factor must be ``left``. If ``right`` is larger, compute the transposed product instead.
     if len(out) < out.shape[1]:
         return _add_product(out.T, right.T, left.T, beta).T
     right = right.to(out.dtype)

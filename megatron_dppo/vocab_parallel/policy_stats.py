@@ -328,8 +328,8 @@ class StatsRequest:
 
         ``owned``: the logits at ``columns``, 0 for an id that another rank owns.
         """
-        # With ``checks_values`` all ids are in the vocabulary. Without ``checks_values``, an id that no rank owns adds
-        # nothing to the row's sums, and its result becomes NaN.
+        # With ``checks_values`` all ids are in the vocabulary, or -1 in Top-K. Without ``checks_values``, other ids may
+        # be unknown too. An unknown id adds nothing to the row's sums, and its result becomes NaN (-inf for -1).
         unknown = None
         if not self.checks_values:
             unknown = self.shard.unknown(self.ids)
@@ -489,8 +489,8 @@ class IdGradients:
             value = value - gradient.grad_entropy[:, None] * entropy_term
         value = (scale * value).to(out.dtype)
         # Every id writes, because a selection of owned ids would need a device sync. An id of another rank repeats the
-        # write of the row's first owned id. If the row has no owned id, all its ids write column 0 unchanged. So equal
-        # columns of a row always get equal values.
+        # write of the row's first owned id. If the row has no owned id, all its ids write column 0 unchanged. So all
+        # writes to one column write the same value, and their order does not matter.
         is_owned = columns >= 0
         first_owned = is_owned.to(torch.uint8).argmax(1, keepdim=True)
         repeated_column = columns.gather(1, first_owned)

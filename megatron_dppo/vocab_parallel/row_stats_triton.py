@@ -30,14 +30,14 @@ def forward_kernel(  # noqa: PLR0913, PLR0917
     neighbouring columns at a time: 128 bits.
     """
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    offsets = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     skipped = tl.load(left_out + row)
     top = tl.full((LANES,), float("-inf"), tl.float32)
     total = tl.zeros((LANES,), tl.float32)
     weighted = tl.zeros((LANES,), tl.float32)
     squared = tl.zeros((LANES,), tl.float32)
     for start in range(0, real, LANES * VECTOR):
-        column = start + lane
+        column = start + offsets
         # The mask of the load does not exclude the left-out column: a mask by columns would prevent loads of 128 bits.
         z = tl.load(logits + row * columns + column, mask=column < real, other=float("-inf"))
         z = z.to(tl.float32)

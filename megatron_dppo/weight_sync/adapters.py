@@ -233,9 +233,9 @@ class AdapterUpdater(transaction.WeightUpdater):
             log.warning("the previous adapters are dropped at the next update: %s", error)
 
     def _abort(self, phases: transaction.Phases, version: int) -> None:
-        """Restore the previous version on every engine, or quarantine an engine that cannot serve this version.
+        """Restore the previous version on every engine.
 
-        An engine that does not answer stays as it is.
+        An engine that cannot serve the previous version is quarantined. An engine that does not answer stays as it is.
         """
         self._is_base_compared = False
         if self._strategy is not None:

@@ -45,7 +45,7 @@ class Transfer:
         rank: the global rank of this trainer process.
         engines: the attached engines.
         plan: all buckets.
-        dtype: dtype of the trainer's weights. ``EngineTensors.sent_dtype`` has the tensors with another dtype.
+        dtype: dtype of the trainer's weights. Some tensors are sent in another dtype (``EngineTensors.sent_dtype``).
         timeout_s: limit of each request to an engine, seconds.
         directory: the folder ``weight_sync.directory``, used by the strategy ``disk``.
         sent_weights: the bytes that this rank sent last, if updates may send only changes; None if every update sends
@@ -224,7 +224,7 @@ class Engines:
         return list(hosts)
 
     def first_ranks(self) -> dict[str, int]:
-        """Return each engine's first rank, by URL, in a broadcast group whose rank 0 is a trainer rank."""
+        """Return the number of each engine's first rank in a broadcast group, by URL. Rank 0 is a trainer rank."""
         ranks: dict[str, int] = {}
         first_rank = 1
         for engine in self.members:
@@ -274,9 +274,11 @@ class Engines:
             break_off()
         # Engines that only waited for the engine at fault return now.
         wait(calls.values(), GRACE_S)
+        # Name the lost engines. If no engine is lost, name the engines whose calls failed.
         faults = {url: failed.get(url, reason) for url in self._lost(calls)}
         errors = _errors(calls)
-        # If all of several engines fail, name no engine: the fault probably lies between this rank and the engines.
+        # If no engine is lost and the calls of all of several engines failed, name no engine: the fault probably lies
+        # between this rank and the engines.
         is_common_fault = len(calls) > 1 and len(errors) == len(calls)
         if not faults and not is_common_fault:
             faults = errors
@@ -348,6 +350,7 @@ class Engines:
         async def resume(engine: EngineWeights) -> str:
             if engine.url in suspects and not await engine.is_scheduling(GRACE_S):
                 return "stays unverified: it does not answer"
+            # Drop the buckets or changes that the engine received and has not applied.
             await engine.abandon()
             if await engine.checksums() != list(digests[engine.layout]):
                 return f"stays unverified: its weights are no longer those of version {version}"
@@ -433,7 +436,7 @@ class Packer:
         self._buffers: list[Tensor | None] = [None, None]
 
     def pack(self, bucket: Bucket) -> Tensor:
-        """Return the flat bytes, as a view of the bucket's own memory if it is contiguous."""
+        """Return the flat bytes, as a view if the bucket's pieces follow each other in memory."""
         pieces = self._pieces(bucket)
         flat = adjacent(pieces)
         if flat is None:

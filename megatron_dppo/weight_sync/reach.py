@@ -11,7 +11,7 @@ from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup
 from megatron_dppo.weight_sync.engines import ENGINE_FAULTS, local_address, on_this_host
 
 REACH_S = 30.0
-"""Longest time for a server to join the group and receive the bucket."""
+"""Longest time of the check with strategy ``distributed``; see ``check_reach``."""
 
 
 async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:

@@ -82,7 +82,7 @@ class DistributedStrategy(Strategy):
         self._meeting_points: list[_MeetingPoint | None] = []
         """On rank 0: the meeting point of each rank's group, by rank; None for a rank that sends nothing."""
         self._aborted_groups: list[str] = []
-        """On rank 0: names of aborted groups. The engines keep these groups and their connections until they leave."""
+        """On rank 0: names of aborted groups. An engine keeps such a group's connections until the engine leaves."""
         self._packer = Packer(transfer.engines.first.pieces)
         self._broadcast: Future[None] | None = None
         """The last broadcast of this rank, until it has been waited for."""
@@ -124,6 +124,7 @@ class DistributedStrategy(Strategy):
             self._transfer.engines.each(lambda e: e.begin())
         if self._group is not None:
             self._group.wait(self._group.joined)
+            # Only a new group starts a broadcast here. Another group returns the future of its first broadcast.
             connection = self._group.connect(self._transfer.engines.first.probe_header().bytes)
         for name in new_groups:
             self._receive_probe(name)
@@ -321,7 +322,7 @@ class TensorStrategy(Strategy):
             self._transfer.engines.each(lambda e: e.begin())
 
     def send(self, bucket: Bucket) -> int:
-        """Copy the bucket into memory that engines can open. After the previous bucket, make the engines load it."""
+        """Copy the bucket into memory that engines can open. Make the engines load it after the previous bucket."""
         engines = self._transfer.engines
         header = engines.first.header([(name, tensor.shape) for name, tensor in bucket])
         changes = None

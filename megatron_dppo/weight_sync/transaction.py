@@ -195,9 +195,10 @@ class UpdateReport:
         version: the committed version.
         bytes: bytes of the weights as the engines load them.
         bytes_moved: bytes that trainer ranks exchanged to make tensors whole, plus the bytes sent to engines.
-        bytes_bound: lower bound of ``bytes_moved`` for every plan. Each tensor must become whole on some rank. This
-            takes the fewest bytes on the rank with the tensor's largest part. Then all weights are sent once to each
-            engine rank, because SGLang receives whole tensors. Strategies without broadcasts send them only once.
+        bytes_bound: lower bound of ``bytes_moved`` for every plan. Each tensor must become whole on some rank. The
+            rank with the tensor's largest part needs the fewest bytes from other ranks. Then all weights are sent once
+            to each engine rank, because SGLang receives whole tensors. Strategies without broadcasts send all weights
+            only once.
         seconds: time that the caller waited, by phase: drain, begin, memory (comparison before the update), gather (the
             trainer's collective), transfer (waiting for the engines), hash, arrive, end, verify, canary, commit.
         verified: whether every tensor was compared.
@@ -441,9 +442,10 @@ class WeightUpdater:
             self._share(phases.error, title)
             failpoint("update/committed")
         self.committed_version = version
-        # Without digests there was nothing to compare, and the period until the next comparison starts at this update.
-        was_compared = compared_version is not None or not self._has_digests
-        self._count(verify=verify, canary=score, memory=was_compared)
+        # The period until the next comparison starts at an update that made the comparison. The period also starts at
+        # an update without ``verify``: this update leaves no digests for a comparison before the next update.
+        starts_period = compared_version is not None or not self._has_digests
+        self._count(verify=verify, canary=score, memory=starts_period)
         committed_at = time.perf_counter()
         counts = count_bytes(
             facts,
@@ -629,9 +631,10 @@ class WeightUpdater:
         return self._on_rank_0(phases, "verify", verification.compare_tensors, digests) or 0
 
     def _keep_digests(self, digests: Digests | None, *, exist: bool) -> None:
-        """Keep the expected checksums of the engines' weights: ``digests`` on rank 0, None elsewhere.
+        """Replace the kept checksums of the engines' weights.
 
-        Every rank knows whether rank 0 has them: ``exist``. If not, earlier checksums are forgotten.
+        ``digests``: the new checksums on rank 0; None on other ranks. ``exist``: whether rank 0 has checksums, the same
+        on every rank.
         """
         self._digests = digests
         self._has_digests = exist
@@ -783,7 +786,7 @@ class WeightUpdater:
     def _engines_keep_version(self) -> bool:
         """Whether engines may still hold the previous version when an update is interrupted.
 
-        They keep received changes (``changes_only``), or whole buckets too (``is_atomic``), until the update's end.
+        Engines apply received changes (``changes_only``) only at the update's end, and with ``is_atomic`` also buckets.
         """
         return self.config.changes_only or self.is_atomic
 
@@ -851,6 +854,7 @@ class WeightUpdater:
         """Run the strategy's ``method`` on every rank that takes part in the transfer."""
         if self._strategy is None:
             return None
+        # ``method`` is a method of the base class. Call the override of the strategy's own class.
         bound_method = getattr(self._strategy, method.__name__)
         return phases.run(phase, bound_method, *arguments, **options)
 
