@@ -133,7 +133,7 @@ class NormalityCheck:
         if not normal.low <= value <= normal.upper(self.dtype):
             # Name the dtype only if the bound depends on it.
             dtype_text = ""
-            if normal.high_bf16 is not None:
+            if normal.high_bf16 is not None or normal.high_fp8 is not None:
                 dtype_text = f" in {self.dtype}"
             return f"expected {metric.range_text(self.dtype)}{dtype_text}"
         history = self._history[metric.name]

@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
@@ -421,9 +422,10 @@ class _Channel:
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            # Drop the oldest call to make room.
-            self._queue.get_nowait()
-            self._lose("its queue is full at the end")
+            # Drop the oldest call to make room, unless the thread has taken all calls meanwhile.
+            with suppress(queue.Empty):
+                self._queue.get_nowait()
+                self._lose("its queue is full at the end")
             self._queue.put_nowait(None)
 
     def wait(self, deadline: float) -> None:

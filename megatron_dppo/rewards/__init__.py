@@ -259,15 +259,16 @@ class Reward:
             return f"by {self.target}"
         find_answer = _import_function(self.answer_target)
         found_answer = find_answer(response[-_MAX_SEARCHED:])
+        shown_answer = found_answer
         if len(found_answer) > _MAX_SHOWN:
-            found_answer = f"{found_answer[:_MAX_SHOWN]}..."
+            shown_answer = f"{found_answer[:_MAX_SHOWN]}..."
         if score > 0:
-            return f"{found_answer!r} is right"
+            return f"{shown_answer!r} is right"
         if found_answer == answer:
-            return f"{found_answer!r} is right, but the check ended without a score"
+            return f"{shown_answer!r} is right, but the check ended without a score"
         if not found_answer:
             return f"no answer, expected {answer!r}"
-        return f"{found_answer!r}, expected {answer!r}"
+        return f"{shown_answer!r}, expected {answer!r}"
 
 
 def _import_function(target: str) -> Callable[..., Any]:

@@ -145,6 +145,12 @@ def test_the_reason_of_a_reward(reward: str, response: str, score: float, reason
     assert find_reward(reward).reason(response, "3", score) == reason
 
 
+def test_a_long_right_answer_is_recognised_although_it_is_shortened() -> None:
+    answer = "1" * 100
+    reason = find_reward("math_verify").reason(f"Answer: {answer}", answer, 0.0)
+    assert reason == f"'{answer[:80]}...' is right, but the check ended without a score"
+
+
 def test_a_reason_is_found_at_once_in_a_response_made_to_be_slow() -> None:
     assert find_reward("math_verify").reason("\\(" * 200_000, "3", 0.0).startswith("'")
 
