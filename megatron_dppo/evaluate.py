@@ -259,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron-dppo evaluate",
         description="Evaluate checkpoints on a configuration's held-out sets: SGLang servers, no trainer.",
         epilog=(
-            "Sampling, k and length are those of evaluation: in the configuration; servers, reward, template and "
+            "Sampling, k and length come from the configuration's section evaluation; servers, reward, template and "
             "environment are those of a run. Exit codes: 0 done, 1 failed, 2 refused, 130 interrupted."
         ),
     )

@@ -55,7 +55,7 @@ def agent_of(agent: str, sandbox_paths: Sequence[str] | None = None) -> AgentFun
         command = shlex.split(agent)
         if not command:
             raise ValueError(
-                "options: agent: got no command, expected one or package.module:function"
+                "options: agent: got no command, expected a command or package.module:function"
             )
         if shutil.which(command[0]) is None:
             raise ValueError(f"options: agent: there is no program {command[0]!r} here")
@@ -97,7 +97,7 @@ async def _run_command(
         problem_file.write(json.dumps(asdict(problem)).encode())
         problem_file.seek(0)
         with (
-            _sandboxed_if(sandbox_paths, command, variables) as (
+            _command_to_start(command, variables, sandbox_paths) as (
                 whole_command,
                 environment,
                 inherited,
@@ -124,14 +124,15 @@ async def _run_command(
 
 
 @contextmanager
-def _sandboxed_if(
-    sandbox_paths: Sequence[str] | None,
+def _command_to_start(
     command: Sequence[str],
     variables: Mapping[str, str],
+    sandbox_paths: Sequence[str] | None,
 ) -> Iterator[tuple[Sequence[str], Mapping[str, str], Sequence[int]]]:
     """Yield the command to start, its environment, and the descriptors that it must inherit.
 
-    With ``sandbox_paths``, the command to start is bubblewrap, which runs ``command`` in a sandbox.
+    If ``sandbox_paths`` is None, the command to start is ``command``. Otherwise bubblewrap is started, and runs
+    ``command`` in a sandbox.
     """
     environment = {**secret_variables.program_environment(os.environ), **variables}
     if sandbox_paths is None:

@@ -19,7 +19,7 @@ _KEEP_ALIVE_S = 15.0
 
 
 async def serve(conversation: Conversation, key: str, host: str) -> tuple[web.AppRunner, str]:
-    """Start the session's server on a free port of ``host``, and return it with the base URL of its API.
+    """Start the session's server on a free port of ``host``. Return the server and the base URL of its API.
 
     Clients must send ``key``.
     """
@@ -58,8 +58,8 @@ async def serve(conversation: Conversation, key: str, host: str) -> tuple[web.Ap
         with conversation.completion_of(body) as completion:
             if body.get("stream"):
                 return await _stream(request, body, completion)
-            # Shield the future: if the client disconnects, this handler is cancelled, but the client may send the call
-            # again and then gets this turn.
+            # If the client disconnects, this handler is cancelled. The shield keeps the future: if the client sends the
+            # call again, the answer is still this turn.
             return web.json_response(await asyncio.shield(completion))
 
     app = web.Application(middlewares=[check], client_max_size=_MAX_BODY_BYTES)

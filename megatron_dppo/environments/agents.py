@@ -1,9 +1,11 @@
 """Agents as environments: a program that is not written for training calls the policy by OpenAI's chat completions.
 
 A session of the program becomes an episode. Each session has its own server and key, on the machine on which the agent
-runs. A call waits until the policy's turn is sampled. The new messages of a call are the environment's observation. If
-the messages of a call don't begin with the messages of a branch (because the agent shortened its history, or because
-another agent calls), the call begins a new branch. Simultaneous calls are answered in the order of their arrival.
+runs. A call waits until the policy's turn is sampled. The new messages of a call are the environment's observation.
+
+A branch is one conversation of a session. If a call has a branch's tools and messages, and further messages of others,
+the call continues the branch. Any other call begins a new branch, for example because the agent shortened its history,
+or because another agent calls. Simultaneous calls are answered in the order of their arrival.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Agent:
     """An agent's session as an episode.
 
     Args:
-        agent: ``package.module:function``, the name of an AgentFunction, or a command. A command receives
+        agent: an AgentFunction, named as ``package.module:function``; or a command. A command receives
             OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL as environment variables, and the problem as JSON on
             standard input. The command's result is the last line of its output, ``{"reward": 0.5}`` or
             ``{"answer": "8"}``. An exit code other than 0 is an error.

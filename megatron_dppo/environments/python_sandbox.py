@@ -117,9 +117,9 @@ async def run_snippet(
 ) -> str:
     """Run ``snippet`` and return its output without surrounding white space.
 
-    If the snippet raises an exception, the output ends with its type and message. If the snippet was stopped, or ended
-    with an exit code other than 0, a text in brackets follows. This process runs at most as many snippets at the same
-    time as there are cores. Raises SandboxError if the sandbox does not start.
+    If the snippet raises an exception, the output ends with the exception's type and message. If the snippet was
+    stopped, or ended with an exit code other than 0, a text in brackets follows. This process runs at most as many
+    snippets at the same time as there are cores. Raises SandboxError if the sandbox does not start.
     """
     async with _snippet_slots(asyncio.get_running_loop()):
         with _command(seconds, memory_mib) as (command, filter_fd):
@@ -237,7 +237,7 @@ def _command(seconds: int, memory_mib: int) -> Iterator[tuple[list[str], int]]:
 
 
 def _interpreter() -> Path:
-    """Return the interpreter that the virtual environment was made from. A snippet gets no installed package."""
+    """Return the interpreter that the virtual environment was made from. It does not see the environment's packages."""
     return Path(sys.executable).resolve()
 
 

@@ -120,8 +120,8 @@ def _program_files(paths: Sequence[str]) -> Iterator[str]:
             raise SandboxError(f"{path}: there is no such file or folder to show in the sandbox")
         resolved = os.path.realpath(path)
         yield from ("--ro-bind", resolved, resolved)
-        # If a path goes through links, mount the file under the path too. A path inside the current folder does not
-        # need this: the mounted folder contains the links.
+        # If a path goes through links, also mount the resolved file at the path itself. A path inside the current
+        # folder does not need this: the mounted folder contains the links.
         is_inside_current = Path(path).absolute().is_relative_to(current_folder)
         if path != resolved and not is_inside_current:
             yield from ("--ro-bind", resolved, os.path.abspath(path))

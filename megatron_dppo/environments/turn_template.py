@@ -94,17 +94,18 @@ class TurnTemplate:
             self.generation_tokens = len(self._encoded(generation_prompt))
 
     def opening(self, problem: Problem, observation: Observation) -> list[int]:
-        """Return the tokens of the problem's prompt with ``observation`` as one more user message, or as more text.
+        """Return the tokens of the problem's prompt with ``observation`` as one more user message.
 
-        For a ChatCall, the prompt has only the call's messages. Raises TurnTemplateError if the template does not take
-        one more user message, or if the tokens of the problem's prompt change.
+        Without a chat template, the observation is text after the prompt. For a ChatCall, the prompt has only the
+        call's messages. Raises TurnTemplateError if the template does not take one more user message, or if the tokens
+        of the problem's prompt change.
         """
         if isinstance(observation, ChatCall):
             return self.prompt(observation)
         if not self._is_chat:
             return [*problem.prompt_ids, *self._plain(observation)]
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
-        # The observation comes before the generation prompt, so the new prompt begins without it.
+        # The observation stands before the generation prompt. Keep the prompt's tokens without the generation prompt.
         bare_prompt = self._render(messages, problem.tools, add_generation_prompt=False)
         bare_ids = problem.prompt_ids[: len(problem.prompt_ids) - self.generation_tokens]
 
@@ -166,14 +167,16 @@ class TurnTemplate:
     def _held_text(self, text_of: Callable[[_Hold], str]) -> str:
         """Render with marks in place of the control tokens in messages and tools.
 
-        ``text_of`` applies its argument to each message, and renders the results. A template may itself read added
-        tokens that are not special, for example the tokens around a thought. Then only special tokens are replaced.
+        ``text_of`` applies the function that it receives to each message and tool, and renders the results. A template
+        may itself read added tokens that are not special, for example the tokens around a thought. Then only special
+        tokens are replaced.
         Raises TurnTemplateError if the template reads special tokens in a message.
         """
         text = text_of(self._hold)
         if not self._control_tokens.has_marks(text):
             return text
-        # If the template reads a token that is replaced by a mark, it renders another text.
+        # ``dict`` copies a message without a replacement. If the template reads a token, the text with a mark in place
+        # of the token differs from the text with the token.
         unmarked_text = text_of(dict)
         if self._control_tokens.release(text) != unmarked_text:
             text = text_of(self._hold_special)
@@ -326,7 +329,7 @@ class TurnTemplate:
                     f"the chat template is not stable: after a turn stands {text_after!r}, but {other_text!r} where "
                     f"{len(history)} messages precede it; expected the same, as sampled tokens are never encoded again"
                 )
-        # ``delta`` encodes the text after a turn alone, so it must have the same tokens alone.
+        # ``delta`` encodes the text after a turn separately, so this text must have the same tokens in the whole text.
         whole_ids = self._encoded(text_before + text_after)
         if whole_ids != self._encoded(text_before) + self._encoded(text_after):
             raise TurnTemplateError(

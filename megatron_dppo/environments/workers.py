@@ -271,7 +271,8 @@ class EnvironmentWorker(RestrictedWorker):
             self._loop.call_soon_threadsafe(self._note_end)
 
     def _note_end(self) -> None:
-        """Store whether the process has several episodes now, at its end. Later the number falls as the requests fail.
+        """Store whether the process has several episodes at its end. Only the first call stores this, because the
+        number of episodes then falls as the requests fail.
 
         A process that did not start counts as not shared, because no episode is at fault then.
         """
@@ -429,13 +430,14 @@ def _fields_of(value: Any, base: type[ChatCall | Step]) -> dict[str, Any]:
 def main() -> None:
     """Serve in a child process.
 
-    This process is the child's guard: it reaps the processes that the child's commands leave, and ends the child.
+    ``connect_restricted`` forks, and returns only in the child. The first process stays as the child's guard: it reaps
+    the processes that the child's commands leave, and ends the child when the rank has closed the connection.
     """
     [descriptor] = sys.argv[1:]
     # Raise the limit of open files: a session of an agent has about five, and a worker has many sessions.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-    # The commands of agents may lift the limit of memory, so it is not final.
+    # A final limit of memory could not be lifted for the commands of agents.
     connection, start, settings = connect_restricted(descriptor, is_final=False)
     asyncio.run(EnvironmentHost(connection, EnvironmentSpec(**settings)).serve(start))
 

@@ -58,6 +58,7 @@ def _list(record: _Record, options: argparse.Namespace) -> int:
 def _add(record: _Record, options: argparse.Namespace) -> int:
     server = record.attach(options.url)
     print(f"{server.name} is attached", flush=True)
+    # ``record_of_command`` returns the registry itself, instead of a client, if the run is not running.
     if isinstance(record, FleetRecord):
         print(_NO_TRAINER)
         return 0

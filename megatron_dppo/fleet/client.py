@@ -37,7 +37,7 @@ T = TypeVar("T")
 _PROBE_SECONDS = 5.0
 """Longest time of a server's answer to a health check."""
 _REPLACED_SECONDS = 10.0
-"""The supervisor kills a hung server that it started within this time."""
+"""If the supervisor started a server that hangs, the supervisor kills the server within this time."""
 _ROUTER_REMOVES_SECONDS = 0.1
 """The router stops using a dead server within this time."""
 _ABORT_AGAIN_SECONDS = 0.2
@@ -140,8 +140,8 @@ class FleetClient:
     async def break_off(self) -> None:
         """Cancel the calls in flight after a failed update, so that they are sent again.
 
-        The weights of the servers are unknown. An answer that has arrived may be not read yet. It is read after the
-        next ``serve``. If it then has tokens of the failed update, its call is sent again too.
+        The weights of the servers are unknown. An answer that has arrived, but is not read yet, is read after the next
+        ``serve``. If the answer has tokens of the failed update, the call is sent again too.
         """
         self._failed_updates.append(self._version)
         for active in self._servers:
@@ -382,7 +382,8 @@ class FleetClient:
         last_version = self._version
         later_failures = self._failed_updates[failures:]
         if later_failures:
-            # A failed update cancels all unanswered calls. So this answer arrived before the first of these failures.
+            # A failed update cancels all unanswered calls. So this answer arrived before the first of these failures,
+            # and the version that was committed then is the last that may have sampled the answer.
             last_version = later_failures[0]
         if start_version is None or last_version is None:
             return None
@@ -528,7 +529,8 @@ class FleetClient:
 
         Calls that other servers still work on are repeated too.
         """
-        # Only attached servers need this. The supervisor kills servers that it started, and so breaks their calls.
+        # If the supervisor started the server, the supervisor kills the server within this time, and so breaks its
+        # calls. Afterwards only an attached server still hangs.
         await asyncio.sleep(_REPLACED_SECONDS)
         if active not in self._servers:
             # The server left the fleet meanwhile, and its client is closed.

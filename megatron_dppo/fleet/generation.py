@@ -1,6 +1,6 @@
 """Generation: requests for responses, their seeds, and their execution in the background of the rank.
 
-A response is counted once: each key holds the result of one attempt, and every attempt has a new request id. An attempt
+A response is counted once, even if several calls tried to sample the response. Every call has a new request id. A call
 that timed out is aborted, and its answer is never read. When the last server is lost, finished responses are kept, and
 ``resume`` requests only the missing responses. If an update ends a response early, the response's tokens so far are
 kept too (``engine/continuation.py``).
@@ -82,7 +82,7 @@ class GenerationClient(Protocol):
         """End a call of ``count`` requests whose answer is not needed. Raises EngineLostError."""
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
-        """Raise EngineLostError when no server is left that generates anything within ``hang_timeout_s``."""
+        """Raise EngineLostError when no server is left. A server that is silent for ``hang_timeout_s`` is lost."""
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ class GenerationEnd(IntEnum):
 
 @dataclass(eq=False)
 class Generation:
-    """A rank's share of a generation, over all its attempts.
+    """A rank's share of a generation, over all its attempts. ``resume`` starts an attempt at all missing responses.
 
     Attributes:
         job: the responses to sample.
@@ -595,6 +595,7 @@ class _GenerationAttempt:
         assert self.play is not None
         request = self.requests[index]
         if self.continuation is not None:
+            # An earlier attempt may have left the tokens of an unfinished turn.
             self.continuation.drop(request)
         slot: AbstractAsyncContextManager[None] = nullcontext()
         if self.slots.episodes is not None:

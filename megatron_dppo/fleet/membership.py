@@ -4,9 +4,10 @@ Rank 0 reads the published servers, checks new servers and remembers faults.
 
 A server serves from the weight update that first reaches it until it is *suspended* in generation or *blamed* for a
 failed update. If a server does not answer, rank 0 reports this to the supervisor. The supervisor replaces the server if
-the supervisor started it. A server that fails an update and still answers is left out, and may join the next update.
-After its second failure in a row, a server that the supervisor started is replaced, and any other server is left out
-for good.
+the supervisor started it. If a server fails an update and still answers, and other servers did not fail, the server is
+*quarantined*: it is left out, and may join the next update. After its second failure in a row, or after a failure for
+which a retry is pointless, a server that the supervisor started is replaced, and any other server is quarantined for
+good.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class ServerStates(dict[Server, ServerState]):
 class Examiner:
     """Rank 0's examination of the attached servers of a run: whether they fit, and why not.
 
-    A server that does not answer is examined again later. An error that a retry cannot mend refuses the server, until
+    A server that does not answer is examined again later. If a retry can't mend an error, the server is refused until
     the server is attached anew. The coroutines run on one event loop.
 
     Args:
@@ -220,7 +221,7 @@ class Examiner:
     async def examine(self, server: Server, *, at_once: bool = False) -> Examination:
         """Return the last examination of an attached server if it is still valid; otherwise examine the server.
 
-        ``at_once``: the last examination is not valid if the server did not answer.
+        ``at_once``: a last examination that the server did not answer is not valid.
         """
         state = self.states[server]
         async with self._one_at_a_time:
@@ -258,7 +259,7 @@ class Examiner:
         except _UNREADABLE as error:
             return Examination("refused", _reason_of(error))
         except errors.EngineError as error:
-            # A bound of one attempt says that a retry is pointless.
+            # ``attempts`` is 1 if a retry is pointless after the first failure.
             if error.attempts == 1:
                 return Examination("refused", _reason_of(error))
             return Examination("waits", _reason_of(error))
@@ -398,7 +399,7 @@ class FleetMembership:
         has_other_members = len(current) > len(suspected_members)
         for member in suspected_members:
             server = member.server
-            # Only errors of a connection that broke or timed out have no bound of attempts.
+            # A server is silent if its connection broke or timed out. Only such errors have no bound of attempts.
             is_silent = server.url in urls and attempts == errors.UNBOUNDED
             is_scheduling = self._with_client(member, methodcaller("is_scheduling", _ANSWER_S))
             if not is_scheduling or (is_silent and not self._still_generates(member)):
@@ -502,8 +503,10 @@ class FleetMembership:
         return Member.of(server, self._record.keys(server), self._engine)
 
     def _may_join(self, server: Server, *, urgent: bool) -> bool:
-        """Check a new server, or a lost server that runs elsewhere. A server that did not answer is asked again after
-        some time, or at once if ``urgent``."""
+        """Whether a new server, or a lost server that runs elsewhere, passes the checks for joining the fleet.
+
+        A server that did not answer is asked again after some time, or at once if ``urgent``.
+        """
         state = self._states[server]
         if state.quarantined or (state.lost and server.replaceable):
             return False

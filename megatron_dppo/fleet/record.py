@@ -10,8 +10,8 @@ The files are for later starts and for readers:
 
 Only the owner of the folder can read the folder. A file appears by a rename, so a reader sees a whole file or no file.
 If a file is damaged in spite of this, or if another user owns or could write the file, it is renamed to
-``*.json.damaged`` with a warning, and counts as missing. Neither file has a key: the ranks receive the keys of servers
-started here in environment variables. The module loads no torch.
+``*.json.damaged`` with a warning, and counts as missing. Neither file has API keys. For servers that the supervisor
+started, the ranks receive the keys in environment variables. The module loads no torch.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class FleetRecord:
         raise ValueError(f"{url} is no attached server of this run")
 
     def sync_configured(self, urls: list[str]) -> None:
-        """Attach the servers of ``engine.urls``. Detach servers that only ``engine.urls`` of an earlier start had."""
+        """Attach the servers of ``engine.urls``. Detach servers that were in ``engine.urls`` only at earlier starts."""
         configured_urls = {url.rstrip("/") for url in urls}
         with self._lock:
             for server in self.servers():
@@ -200,9 +200,10 @@ class FleetRecord:
                 self.attach(url, "config")
 
     def report_lost(self, name: str, incarnation: int) -> None:
-        """Ask the supervisor to replace this incarnation of a server: it runs, but doesn't answer.
+        """Ask the supervisor to replace this incarnation of a server, which runs but doesn't answer.
 
-        The supervisor notices without a report that a server has exited. A report on another incarnation is dropped.
+        A server that has exited needs no report: the supervisor watches the process. A report on another incarnation is
+        dropped.
         """
         with self._lock:
             server = self._servers.get(name)

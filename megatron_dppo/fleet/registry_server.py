@@ -60,8 +60,8 @@ class RegistryServer(HttpServer):
         newest_start = self._record.ranks_start
         if start is not None and newest_start is not None and start != str(newest_start):
             fault = (
-                f"a rank of start {start} asks, expected one of start {newest_start}: the ranks of this run were "
-                "started again"
+                f"a rank of start {start} asks, expected a rank of start {newest_start}: the ranks of this run "
+                "were started again"
             )
             return FENCED, {"error": fault}
         question = _QUESTIONS.get(name)

@@ -162,6 +162,7 @@ class HttpRouterLink:
         last_check_s = clock()
         last_answer_s = last_check_s
         while True:
+            # Health checks are ``pause`` apart, but a router that is not usable is tried after each sleep.
             await asyncio.sleep(min(_RETRY_SECONDS, pause))
             if not self.is_usable:
                 await self._connect()

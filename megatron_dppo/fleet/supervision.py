@@ -81,7 +81,7 @@ class FirstStartError(EngineGivenUpError):
 
 @dataclass(frozen=True)
 class _Starting:
-    """A process runs and is not healthy yet. ``start_seconds`` is done when it is healthy, or has failed."""
+    """A process runs and is not healthy yet. ``start_seconds`` is done when the process is healthy, or has failed."""
 
     start_seconds: Future[float]
 
@@ -406,7 +406,7 @@ class SupervisedFleet:
             self._has_published_one = True
 
     def _decide_first_failures(self) -> None:
-        """Restart the servers whose first start failed if any server was published; give them up if all failed."""
+        """If any server was published, restart the servers whose first start failed. If all failed, give all up."""
         failures: list[tuple[SupervisedServer, FirstStartError]] = []
         for server in self._servers:
             if server.first_failure is not None:
