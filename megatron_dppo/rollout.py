@@ -75,13 +75,13 @@ def _faults(config: TrainConfig, out: Path) -> Iterator[str]:
         return
     path = out / CONFIG_FILE
     if path.is_file() and path.read_text(encoding="utf-8") != _config_text(config):
-        yield f"--out: {out} has batches of another configuration ({path}), expected a folder of this one"
+        yield f"--out: {out} has batches of another configuration ({path}), expected batches of this configuration"
 
 
 def _config_text(config: TrainConfig) -> str:
     """Return the text of config.yaml in the folder of the batches.
 
-    The text has one step whatever ``run.steps`` is, because a later call may generate more batches into the folder.
+    In this text ``run.steps`` is always 1, because a later call may generate more batches into the folder.
     """
     run = config.run.model_copy(update={"steps": 1})
     return resolved_yaml(config.model_copy(update={"run": run}))

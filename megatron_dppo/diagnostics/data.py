@@ -175,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     generating.add_argument("--out", required=True, help="JSON Lines file to write")
 
-    inspecting = commands.add_parser("inspect", help="what a run would make of problems")
+    inspecting = commands.add_parser("inspect", help="describe problems as a run would use them")
     inspecting.set_defaults(run=_inspect)
     inspecting.add_argument("file", help="file, folder or glob of problems")
     inspecting.add_argument("--tokenizer", help="folder; without it lengths are characters")
@@ -237,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME",
         dest="passed_variables",
-        help="as reward.passed_variables: a key of the environment that the reward gets; may be repeated",
+        help="as reward.passed_variables: environment variable for the reward's processes; may be repeated",
     )
     return parser
 

@@ -23,7 +23,8 @@ from megatron_dppo.environments import (
     Observation,
 )
 
-# Contents of the turn and of the other messages that test a template. No template and no real message contains them.
+# Texts that no template and no real message contains. Tests of a template use _TURN_MARK as the content of a turn, and
+# _PROBE as the content of other messages.
 _TURN_MARK = "Turn7q3v9z"
 _PROBE = "Probe5x8w2k"
 Message = Mapping[str, Any]
@@ -109,6 +110,7 @@ class TurnTemplate:
         bare_prompt = self._render(messages, problem.tools, add_generation_prompt=False)
         bare_ids = problem.prompt_ids[: len(problem.prompt_ids) - self.generation_tokens]
 
+        # ``_held_text`` calls this function, with a function that replaces control tokens by marks.
         def with_observation(hold: _Hold) -> str:
             held_message = hold({"role": "user", "content": observation})
             return self._render([*messages, held_message], problem.tools)
@@ -167,16 +169,16 @@ class TurnTemplate:
     def _held_text(self, text_of: Callable[[_Hold], str]) -> str:
         """Render with marks in place of the control tokens in messages and tools.
 
-        ``text_of`` applies the function that it receives to each message and tool, and renders the results. A template
-        may itself read added tokens that are not special, for example the tokens around a thought. Then only special
-        tokens are replaced.
-        Raises TurnTemplateError if the template reads special tokens in a message.
+        ``text_of(hold)`` applies ``hold`` to each message and tool, and renders the results. A template may search
+        messages for added tokens that are not special, for example to remove a thought. Then only special tokens are
+        replaced.
+        Raises TurnTemplateError if the template searches messages for special tokens.
         """
         text = text_of(self._hold)
         if not self._control_tokens.has_marks(text):
             return text
-        # ``dict`` copies a message without a replacement. If the template reads a token, the text with a mark in place
-        # of the token differs from the text with the token.
+        # ``dict`` copies a message without a replacement. A template that searches a message for a token misses the
+        # token's mark. Then the two texts differ, even with the marks changed back into tokens.
         unmarked_text = text_of(dict)
         if self._control_tokens.release(text) != unmarked_text:
             text = text_of(self._hold_special)
@@ -216,7 +218,7 @@ class TurnTemplate:
         return special | self._control_tokens.written_in(text_after)
 
     def _plain(self, observation: str) -> list[int]:
-        """Return the tokens of an observation without a template."""
+        """Return the tokens of an observation without a template. Marks of special tokens are encoded as plain text."""
         special = self._control_tokens.special
         return self._encoded(self._control_tokens.hold(observation, special))
 
@@ -326,8 +328,9 @@ class TurnTemplate:
             _, other_text = self._split_at_turn(history, probe)
             if other_text != text_after:
                 raise TurnTemplateError(
-                    f"the chat template is not stable: after a turn stands {text_after!r}, but {other_text!r} where "
-                    f"{len(history)} messages precede it; expected the same, as sampled tokens are never encoded again"
+                    f"the chat template is not stable: after a turn it writes {text_after!r}, but {other_text!r} if "
+                    f"{len(history)} messages precede the turn; expected the same text, as sampled tokens are never "
+                    "encoded again"
                 )
         # ``delta`` encodes the text after a turn separately, so this text must have the same tokens in the whole text.
         whole_ids = self._encoded(text_before + text_after)

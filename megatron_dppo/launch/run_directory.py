@@ -32,8 +32,8 @@ from megatron_dppo.system.scratch import remove_left_behind
 class RunDirectory:
     """The paths of a run, as a context manager that holds the run's lease.
 
-    Entering creates the folders, and removes the published servers and temporary files of a start that was killed.
-    Raises LaunchError if another start of the run holds the lease.
+    Entering creates the folders. If an earlier start was killed, entering also removes that start's servers from the
+    registry, and its temporary files. Raises LaunchError if another start of the run holds the lease.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,12 +47,12 @@ class RunDirectory:
 
     @property
     def step_messages(self) -> Path:
-        """File with the messages of the srun that runs the ranks' step."""
+        """File with the messages of the srun command that runs the ranks."""
         return self.path / "logs" / "ranks.srun"
 
     @property
     def stop_file(self) -> Path:
-        """File whose content ``stop`` requests that ranks on other hosts end their step and save a checkpoint."""
+        """File that requests, by its content, that ranks on other hosts end their step and save a checkpoint."""
         return self.path / "stop"
 
     def server_log(self, name: str, incarnation: int) -> Path:
@@ -71,7 +71,7 @@ class RunDirectory:
             self.lease.take()
         except LeaseError as error:
             raise LaunchError(
-                f"run.directory: {self.path}: {error}, or give this one another run.directory"
+                f"run.directory: {self.path}: {error}, or choose another run.directory"
             ) from error
         except OSError as error:
             raise LaunchError(f"run.directory: can't write in {self.path}: {error}") from error

@@ -109,7 +109,7 @@ def progress(
             yield _BarTracker(description, total, bar)
         return
     tracker = Tracker(description, total)
-    # A quiet console belongs to a process whose progress another process prints.
+    # A process has a quiet console if another process prints the progress.
     if console.quiet:
         yield tracker
         return

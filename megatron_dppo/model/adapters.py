@@ -266,6 +266,11 @@ class AdaptedLinear:
         return self.parts[0].axis
 
     @property
+    def is_shared_by_experts(self) -> bool:
+        """Whether all experts use one set of adapters."""
+        return self.of_experts and not self.experts
+
+    @property
     def is_whole(self) -> bool:
         """Whether every tensor-parallel rank computes the whole linear."""
         return self.parts[0].is_whole
@@ -370,8 +375,7 @@ def _parameter(
     suffix: str,
 ) -> mapping.LocalParameter:
     # Every rank of the stage holds the whole adapter that experts share, and uses its own rows or columns.
-    is_shared = linear.of_experts and not linear.experts
-    is_cut = part.is_cut(which) and not is_shared
+    is_cut = part.is_cut(which) and not linear.is_shared_by_experts
     if is_cut:
         dims = part.local_dims(which, adapters.rank)
         axis = part.axis

@@ -1,4 +1,4 @@
-"""The parallel layout of an engine, and the checks of the layout. Faults have SGLang's option names."""
+"""The parallel layout of an engine, and the checks of the layout. The key of a fault is an SGLang option."""
 
 from __future__ import annotations
 
@@ -146,18 +146,18 @@ def _attention_faults(shape: ModelShape, engine: EngineLayout) -> Iterator[Layou
     """Yield at most one fault. The ranks of an attention replica divide query, key-value and delta-net heads."""
     ranks = engine.attention_tensor
     heads, groups = shape.num_attention_heads, shape.num_query_groups
-    value, divisor = str(engine.tensor), "a divisor"
-    if engine.attention_replicas > 1:
-        value += f" with {engine.attention_replicas} attention replicas of {ranks} ranks"
-        divisor = "replicas whose ranks are a divisor"
     if heads % ranks:
-        expectation = f"{divisor} of the model's {heads} attention heads"
+        expectation = f"a divisor of the model's {heads} attention heads"
     elif groups % ranks and ranks % groups:
-        expectation = f"{divisor} or a multiple of the model's {groups} key-value heads"
+        expectation = f"a divisor or a multiple of the model's {groups} key-value heads"
     elif shape.delta is not None and shape.delta.key_heads % ranks:
-        expectation = f"{divisor} of the model's {shape.delta.key_heads} key heads of delta nets"
+        expectation = f"a divisor of the model's {shape.delta.key_heads} key heads of delta nets"
     else:
         return
+    value = str(engine.tensor)
+    if engine.attention_replicas > 1:
+        value += f" with {engine.attention_replicas} attention replicas of {ranks} ranks"
+        expectation = f"a number of ranks of a replica that is {expectation}"
     yield LayoutFault("tp_size", value, expectation)
 
 
@@ -168,7 +168,7 @@ def _expert_faults(shape: ModelShape, engine: EngineLayout) -> Iterator[LayoutFa
     ranks, width = engine.expert_tensor, shape.moe_ffn_hidden_size
     if width % ranks:
         value = f"{engine.tensor} with ep_size {engine.expert}"
-        expectation = f"sizes whose {ranks} ranks of an expert divide its width {width}"
+        expectation = f"tp_size / ep_size, here {ranks}, to divide the width {width} of an expert"
         yield LayoutFault("tp_size", value, expectation)
 
 

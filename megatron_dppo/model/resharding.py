@@ -102,12 +102,11 @@ def check_tiling(name: str, dims: Dims, segments: Iterable[mapping.Segment]) -> 
         intervals = [
             (s.hf_start // step, s.length) for s in segments if s.hf_start % step == remainder
         ]
-        # The dimension is a multiple of the step. So each remainder r has dims[dim] / step indices r + i * step. The
-        # next index after them would be r + dims[dim].
-        end = _end_of_intervals(name, sorted(intervals)) * step + remainder
-        expected_end = dims[dim] + remainder
-        if end != expected_end:
-            raise ProofError(f"{name}: covered up to {end} of {expected_end} along dim {dim}")
+        # Place i of an interval is index i * step + remainder. The dimension is a multiple of the step, so each
+        # remainder has dims[dim] / step places.
+        end = _end_of_intervals(name, sorted(intervals)) * step
+        if end != dims[dim]:
+            raise ProofError(f"{name}: covered up to {end} of {dims[dim]} along dim {dim}")
 
 
 def _end_of_intervals(location: str, intervals: list[tuple[int, int]]) -> int:
@@ -225,7 +224,7 @@ def _check_copies(tensor: TensorSources, landings: list[_Landing]) -> None:
 
 
 def _overlap(dims: Dims, a: mapping.Segment, b: mapping.Segment) -> int:
-    """Return the number of elements of a tensor that are in both blocks. Only ``a`` may have a step."""
+    """Return the number of elements that are in both blocks of a tensor. ``b`` has no step, unless ``b`` is ``a``."""
     total = 1
     for axis, size in enumerate(dims):
         low, high = 0, size
@@ -270,7 +269,7 @@ def _trainer_table(
     report: ReshardingReport,
     item_bytes: int,
 ) -> Table:
-    amounts = ("weights a rank", "provides a rank", "sends direct a rank")
+    amounts = ("weights per rank", "provides per rank", "sends direct per rank")
     title = f"Trainer: {layout.describe()}, {layout.world_size} ranks"
     table = figures_table(title, "stage", "ranks", "layers", *amounts)
     for stage in range(layout.pipeline):

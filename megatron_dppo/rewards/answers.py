@@ -9,8 +9,10 @@ from megatron_dppo.data.gold_answers import BOX, LONGEST_ANSWER, UNBRACED_BOX, b
 _MARKED = re.compile(r"####(?!#)[ \t]*([^\n#]*)")
 """``#### X``, GSM8K's form. Headings of Markdown begin with ``####``, too: "#### Step 2", "#### 1. Find the area"."""
 _NUMBER_OR_FORMULA = re.compile(r"[^\w\n\\]{0,8}(?:\d|\\[a-zA-Z(])")
+r"""The beginning of a number or formula: a few signs such as ``$``, then a digit, a LaTeX command or ``\(``."""
 _HEADING = re.compile(r"\d+[.)]\s|.*(?<![\\a-zA-Z])[a-zA-Z]{2}")
-"""A text that looks like a heading: it begins with the number of a list, or contains a word."""
+r"""A text that looks like a heading: it begins with the number of a list, or contains a word. A word has two letters or
+more, and no ``\`` before them: LaTeX commands are no words."""
 _STATED = re.compile(
     r"(?i)\banswer\b\W{0,4}?(?:\s+is\b\s*:?|:)\s*|\u7b54\u6848\s*(?:[\u662f\u4e3a\u70ba]\s*:?|:)\s*"
 )
@@ -31,8 +33,10 @@ _MAX_SEPARATOR = 30
 _MAX_STATEMENTS = 20
 """Largest number of stated answers that are tried, from the last statement back."""
 _BOX_SEPARATOR = re.compile(
-    r"(?i)[\s$*.\\()]*(?:,|;|\b(?:and|or)\b|[\u548c\u6216\u53ca])[\s$*\\()]*(?:(?:and|or)\b[\s$*\\()]*)?"
-    r"(?:[a-z]\w*\s*=[\s$]*)?"
+    r"(?i)[\s$*.\\()]*"  # markup after the first box
+    r"(?:,|;|\b(?:and|or)\b|[\u548c\u6216\u53ca])[\s$*\\()]*"  # also "and" and "or" in Chinese
+    r"(?:(?:and|or)\b[\s$*\\()]*)?"  # "and" after a comma
+    r"(?:[a-z]\w*\s*=[\s$]*)?"  # "y =" before the second box
 )
 """The text between two boxes that are one answer: a comma, a semicolon or "and", perhaps followed by ``y =``."""
 _FORMULA_SEPARATOR = re.compile(r"(?i)\s*(?:,|;|\bor\b|\u6216)\s*(?:or\b)?\s*")
@@ -89,11 +93,11 @@ def written_answer(response: str) -> str:
         return _last_line_answer(text)
     # The last answer has the largest position.
     _, last_answer = max(answers)
-    # A box may hold a sentence: "The answer is 42". In "\text{The answer is} 42" the text after "is" begins with a
-    # brace, which is removed.
+    # A box may hold a sentence: "The answer is 42".
     statements = _stated_answer(last_answer)
     if statements:
         _, stated_answer = statements[0]
+        # In "\text{The answer is} 42", the text after "is" begins with the closing brace.
         return stated_answer.lstrip("} ")
     return last_answer
 
@@ -108,8 +112,9 @@ def _after_thinking(response: str) -> str:
 
 
 def _in_answer_tag(text: str) -> str:
-    """The content of the last ``<answer>``; ``text`` if it has no ``<answer>``."""
+    """The content of the last ``<answer>``; ``text`` if it has no closed ``<answer>``."""
     end = text.rfind(_ANSWER_ENDS)
+    # Without an end tag, the searched range is empty, so ``start`` is -1.
     start = text.rfind(_ANSWER_BEGINS, 0, max(end, 0))
     if start < 0:
         return text
@@ -225,6 +230,7 @@ def _last_line_answer(text: str) -> str:
     previous_end = 0
     for formula in formulas:
         start = formula.start()
+        # A negated formula is left out. It does not end the list.
         if not _DENIAL.search(line, previous_end, start):
             if not _FORMULA_SEPARATOR.fullmatch(line, previous_end, start):
                 # This formula begins a new list.

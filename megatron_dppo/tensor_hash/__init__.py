@@ -5,13 +5,14 @@ platform plugin makes SGLang use this hash instead of SHA-256. SHA-256 takes ten
 from parts. Let ``v_i`` be the tensor's bytes as little-endian 32-bit words, zero-padded at the end, and ``n`` the
 number of words::
 
-    h(tile, lane) = fmix(4n ^ sum_{i in tile} fmix(v_i ^ (i P + s) ^ rotl(i, r)))    mod 2^32
-    checksum      = splitmix(sum_tile  h(tile, lane 1) 2^32 + h(tile, lane 2))       mod 2^64
+    inner(tile, lane) = sum_{i in tile} fmix(v_i ^ (i P + s) ^ rotl(i, r))              mod 2^32
+    h(tile, lane)     = fmix(4n ^ inner(tile, lane))                                    mod 2^32
+    checksum          = splitmix(sum_tile (h(tile, lane 1) 2^32 + h(tile, lane 2)))     mod 2^64
 
 A tile is a run of 8192 words. Each of the two lanes has its own multiplier P, seed s and rotation r (``LANES``).
 ``fmix`` is MurmurHash3's 32-bit finaliser and ``splitmix`` SplitMix64's. The hash detects accidents, not adversaries.
-Below, the sum over the words of a tile is an inner sum. The sums are computed in C++ on a CPU (in torch if there is no
-compiler), and in Triton on a GPU.
+``inner`` is called the inner sum. The sums are computed in C++ on a CPU (in torch if there is no compiler), and in
+Triton on a GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ Edge: TypeAlias = tuple[int, int, int]
 """A tile that a part of the tensor covers only in part: (number of the tile, inner sum of lane 1, inner sum of lane 2).
 The inner sums are over the part's words in the tile."""
 PartSums: TypeAlias = tuple[int, Sequence[Edge]]
-"""The ``closed_sum`` of the tiles that a part covers whole, and the part's edges."""
+"""(sum, edges): the sum of h(lane 1) 2^32 + h(lane 2) over the tiles that a part covers whole (``closed_sum``), and the
+edges of the part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +86,18 @@ class WordRun:
     def edges(self) -> list[tuple[int, int]]:
         """The tiles that these words do not cover whole: at most the first tile and the last tile.
 
-        Each tile comes with the index of its sums in the four edge sums of a kernel: 0 for the first tile, 2 for the
-        last tile.
+        A kernel returns four edge sums: the inner sums of lane 1 and lane 2, for the first tile, then for the last
+        tile. Each tile comes with the index of its lane 1 among them, 0 or 2.
         """
         end = self.first + self.words
         first_tile = self.first // TILE
         # The tile in which the words end. If they end between two tiles, it is the tile after them.
         end_tile = end // TILE
         begins_inside = self.first % TILE != 0
-        # The tensor's last tile may be short. A part with the tile's last word does not end inside the tile.
+        # The tensor's last tile may be short. Words that reach the tensor's end do not end inside this tile.
         ends_inside = end % TILE != 0 and end < self.total
         edges = []
+        # If the words begin and end in the same tile, this tile is only the first tile.
         if begins_inside or (ends_inside and end_tile == first_tile):
             edges.append((first_tile, 0))
         if ends_inside and end_tile != first_tile:
@@ -167,11 +170,12 @@ def sums_by_torch(run: WordRun) -> PartSums:
     blocks = []
     first = run.first
     while remaining_words.numel():
-        # A block has words of a single tile, or whole tiles only, as ``_mix`` requires. A block that
-        # begins inside a tile goes to the end of this tile.
+        # ``_mix`` requires words of a single tile, or whole tiles only.
+        # The block goes to the end of its tile (or to the last word), or has all whole tiles up to BLOCK_TILES.
         size = TILE - first % TILE
-        if size == TILE and remaining_words.numel() > TILE:
-            size = min(remaining_words.numel() // TILE, BLOCK_TILES) * TILE
+        whole_tiles = remaining_words.numel() // TILE
+        if size == TILE and whole_tiles:
+            size = min(whole_tiles, BLOCK_TILES) * TILE
         blocks.append(_mix(remaining_words[:size], first))
         first += min(size, remaining_words.numel())
         remaining_words = remaining_words[size:]
@@ -204,7 +208,7 @@ def _rows(part: Tensor) -> Tensor | None:
         width *= part.shape[dim]
     pairs = zip(part.shape[:dim], part.stride()[:dim], strict=True)
     outer_dims = [(size, stride) for size, stride in pairs if size > 1]
-    # The rows must have a constant stride: the stride of an outer dimension must be the extent of the next dimension.
+    # The rows must have a constant stride: each outer dimension's stride must be the next dimension's size x stride.
     for (_, stride), (next_size, next_stride) in itertools.pairwise(outer_dims):
         if stride != next_size * next_stride:
             return None
@@ -281,8 +285,9 @@ def tiled_hash(tensor: Tensor) -> str:
 def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
     """Start one kernel that hashes all of ``parts``. Returns a function that waits for the kernel and adds the sums.
 
-    The caller may change the parts after the returned function has ended. On a GPU, operations in the kernel's stream
-    may change the parts earlier. Raises ValueError as ``TiledHash.add`` does.
+    Change the parts only after the returned function has ended. On a GPU, there is an exception: operations that are
+    queued in the kernel's stream may change the parts, because they run after the kernel. Raises ValueError as
+    ``TiledHash.add`` does.
     """
     hashes: list[TiledHash] = []
     runs: list[WordRun] = []

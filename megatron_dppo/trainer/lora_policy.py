@@ -92,8 +92,9 @@ def sharded_adapters(
 ) -> dict[str, Any]:
     """Return this rank's adapters as sharded tensors, by ``model<chunk>`` and the name in the chunk.
 
-    The sharded tensors' keys are the names in the whole model, with ``*`` for the number of an expert: experts are
-    numbered along a tensor's first axis. The keys do not depend on the layout.
+    A sharded tensor's key is the name in the whole model, and does not depend on the layout. In the name of an expert's
+    adapter, ``*`` replaces the expert's number. If each expert has separate adapters, one sharded tensor has the
+    adapters of all experts, along its first axis.
     """
     state: dict[str, Any] = {f"model{i}": {} for i in range(len(chunks))}
     for adapter in adapters:
@@ -147,8 +148,7 @@ def _sharded(
     linear = adapter.linear
     key = f"{CHECKPOINT_PREFIX}{part.module.format(expert=ANY_EXPERT)}.{which}"
     offsets = []
-    is_shared_by_experts = linear.of_experts and not linear.experts
-    is_cut = part.is_cut(which) and not is_shared_by_experts
+    is_cut = part.is_cut(which) and not linear.is_shared_by_experts
     if linear.experts:
         tensor_rank = parallel_state.get_expert_tensor_parallel_rank()
         tensor_size = layout.expert_tensor
@@ -169,6 +169,8 @@ def _sharded(
     )
     if not is_cut or len(part.ranges) == 1:
         return sharded
+    # The matrix of a delta net has one range for each of the sections query, key and value. The rank holds a part of
+    # every section, so its rows are several runs of the checkpoint's tensor.
     widths = [indices.length for indices in part.ranges]
     return in_sections(sharded, widths, tensor_size, tensor_rank)
 
@@ -238,8 +240,9 @@ class AdaptedPolicy:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Disable the adapters in this context. If they started without effect, the model is then the policy before
-        training.
+        """Disable the adapters in this context: the model computes without any A and B.
+
+        If every B started as zero, this model is the policy before training, except for trained routers.
         """
         for adapter in self.modules:
             adapter.enabled = False

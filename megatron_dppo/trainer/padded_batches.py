@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _SHORT = 32
-"""Sequences of at most this many tokens share one batch: another call would cost more than their padding."""
+"""Sequences of at most this many tokens share one batch: their padding costs less than one more batch."""
 
 
 class PaddedBatch(NamedTuple):
@@ -27,7 +27,10 @@ class PaddedBatch(NamedTuple):
     longest: int
 
     def pad(self, values: Tensor) -> Tensor:
-        """Return the batch's ``values`` of a pack, [T, ...] -> [sequences, longest, ...]."""
+        """Return the values of this batch's sequences, padded. ``values`` has the values of the whole pack.
+
+        [T, ...] -> [sequences, longest, ...].
+        """
         rows = values.index_select(0, self.token_of_row)
         return rows.view(self.sequences, self.longest, *values.shape[1:])
 

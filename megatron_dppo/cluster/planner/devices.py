@@ -74,7 +74,8 @@ DEVICES: dict[str, Device] = {
     ),
     "b200": Device(
         "B200 SXM 180GB", 183_359 * MIB, PEAKS["B200"], 8000 * GB, 900 * GB, 50 * GB, 2000 * GB,
-        "NVIDIA DGX B200 datasheet (18 PFLOPS bf16 without sparsity, 64 TB/s, NVLink 14.4 TB/s of 8; 400 Gb/s, 2 TB)",
+        "NVIDIA DGX B200 datasheet (sums of 8 GPUs: 18 PFLOPS bf16 without sparsity, 64 TB/s, NVLink 14.4 TB/s; "
+        "400 Gb/s, 2 TB)",
     ),
     "a100-40gb": Device(
         "A100 SXM 40GB", 40_960 * MIB, PEAKS["A100"], 1555 * GB, 300 * GB, 25 * GB, 1000 * GB,
@@ -82,12 +83,12 @@ DEVICES: dict[str, Device] = {
     ),
     "h100-pcie": Device(
         "H100 PCIe 80GB", 81_559 * MIB, PEAKS["H100 PCIe"], 2000 * GB, 64 * GB, 50 * GB, 2000 * GB,
-        "NVIDIA H100 PCIe datasheet (756 TFLOPS without sparsity, 2 TB/s, PCIe 5.0 x16: NVLink joins pairs alone); "
+        "NVIDIA H100 PCIe datasheet (756 TFLOPS without sparsity, 2 TB/s, PCIe 5.0 x16: NVLink joins only pairs); "
         "network and host as DGX H100's",
     ),
     "h100-nvl": Device(
         "H100 NVL 94GB", 95_830 * MIB, PEAKS["H100 NVL"], 3900 * GB, 64 * GB, 50 * GB, 2000 * GB,
-        "NVIDIA H100 NVL datasheet (835 TFLOPS without sparsity, 3.9 TB/s, PCIe 5.0 x16: NVLink joins pairs alone); "
+        "NVIDIA H100 NVL datasheet (835 TFLOPS without sparsity, 3.9 TB/s, PCIe 5.0 x16: NVLink joins only pairs); "
         "network and host as DGX H100's",
     ),
     "h200-nvl": Device(
@@ -124,10 +125,11 @@ def device_named(name: str) -> Device | None:
 
 
 LINK_EFFICIENCY = 0.7
-"""Share of NVLink's or the network's rate that collectives reach. Assumption; no collective overlaps computation."""
+"""Share of NVLink's or the network's rate that collectives reach: an assumption. No collective overlaps computation."""
 NETWORK_LATENCY = 5e-6
-"""Seconds from one node to the next in a small collective. The value is from NCCL's own model (``hwLat``, network, tree
-of protocol LL, ``src/graph/tuning.cc``); ``--network-latency-us`` replaces it."""
+"""Seconds from one node to the next in a small collective. The value is NCCL's entry in the table ``hwLat`` for the
+network, the tree algorithm and the protocol LL (``src/graph/tuning.cc``). ``--network-latency-us`` replaces the value.
+"""
 
 CONTEXT = GIB // 2
 """Bytes of a process's CUDA context, kernels and libraries (cuBLAS workspace included). Assumption: 0.3 to 0.6 GiB on

@@ -192,13 +192,12 @@ class Trained:
         adapter_rank = self.adapters.rank
         first_rank = stage * layout.stage_ranks
         for linear in adapted_linears(self.adapters, shape, layout, first_rank):
-            # If experts share an adapter, every rank holds the whole adapter.
-            is_shared = linear.of_experts and not linear.experts
             group = experts if linear.experts and layout.expert > 1 else dense
             stacked = max(1, len(linear.experts))
             for part in linear.parts:
                 for factor in (LORA_A, LORA_B):
-                    dims_of = part.whole_dims if is_shared else part.local_dims
+                    # If experts share an adapter, every rank holds the whole adapter.
+                    dims_of = part.whole_dims if linear.is_shared_by_experts else part.local_dims
                     dims = dims_of(factor, adapter_rank)
                     group.append((math.prod(dims) * stacked, 1))
         if self.routers:

@@ -22,7 +22,7 @@ _CHUNKED_PREFILL = 8192
 _STATE_SHARE = 0.9
 """SGLang's default of ``mamba_full_memory_ratio``: memory of recurrent states for each byte of the KV cache."""
 _STATES_PER_SEQUENCE = 5
-"""Recurrent states that SGLang keeps for a running sequence: three, and two snapshots for the prefix cache."""
+"""Recurrent states that SGLang keeps for a running sequence: three, and two more for snapshots of the prefix cache."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class EngineBytes:
         fraction: ``mem_fraction_static``.
         kv_tokens: tokens in the KV cache of the whole server.
         sequences: number of sequences of mean length that run at once.
-        longest: number of sequences that run at once if each reaches both length limits.
+        longest: number of sequences that run at once if each has the longest prompt and the longest response.
     """
 
     weights: int
@@ -55,7 +55,7 @@ def weight_bytes(
     *,
     quantized: bool = False,
 ) -> int:
-    """Return the bytes of a tensor-parallel rank's weights in all pipeline stages: the sum over SGLang's tensors.
+    """Return the bytes of the weights of one tensor-parallel rank, summed over all pipeline stages.
 
     The weights are bf16, except tensors that the family always keeps in another dtype. With ``quantized``, linear
     layers and experts are block FP8 with their scales.
@@ -199,4 +199,5 @@ def capture_host_bytes(shape: ModelShape, kv_tokens: int) -> int:
 
 LEAST_RESERVED = 3 * devices.GIB
 """Bytes that a server needs for the activations of a prefill chunk and for CUDA graphs, in addition to static memory
-and communicators. Assumption; SGLang's own estimate is the 10 GiB and more of ``default_fraction``."""
+and communicators. Assumption. By default, SGLang keeps more memory free: at least 10 GiB on GPUs above 60 GiB
+(``default_fraction``)."""

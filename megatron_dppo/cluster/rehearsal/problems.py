@@ -91,11 +91,12 @@ def make_problems(
     longest = 1
     for number, (key, file, row_count) in enumerate(files):
         path = folder / f"{number}.jsonl"
-        expected = data_files(file.path).fault
-        if expected is None:
+        # Without a fault, all files of the path exist. The text of a fault says what was expected.
+        fault = data_files(file.path).fault
+        if fault is None:
             rows = _shortest_rows(key, file, row_count)
         else:
-            reason = f"{file.path} is not here (expected {expected}); toy sums replace it"
+            reason = f"{file.path} is not here (expected {fault}); toy sums replace it"
             absences.append(Absence(key, reason))
             rows = [_under_keys(row, file) for row in toy_rows(row_count, seed=number)]
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
@@ -120,6 +121,7 @@ def toy_rows(count: int, seed: int) -> list[dict[str, str]]:
 def _shortest_rows(key: str, file: ProblemFile, count: int) -> list[Mapping[str, Any]]:
     """Select the rows with the shortest prompts at the beginning of the file, in the file's order."""
     try:
+        # Check every row of the file. The rehearsal needs rows, not these problems.
         read_problems(file.path, _keys_of(file))
         records = read_all_records(file.path).records[:_FIRST_ROWS]
     except DataError as error:

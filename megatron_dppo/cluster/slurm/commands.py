@@ -114,5 +114,5 @@ def job_environment(environment: Mapping[str, str]) -> tuple[str, int]:
     """Return the job's id and the number of its earlier starts. Raises SlurmError outside of a job."""
     job = environment.get("SLURM_JOB_ID")
     if job is None:
-        raise SlurmError("SLURM_JOB_ID is not set: this runs inside a job, which sbatch starts")
+        raise SlurmError("SLURM_JOB_ID is not set, expected a process in a job that sbatch started")
     return job, int(environment.get("SLURM_RESTART_COUNT", "0"))

@@ -1,7 +1,7 @@
 """Gated delta nets (Qwen3-Next, Qwen3.5) with PyTorch: SGLang computes them in Triton kernels.
 
-A request has a slot in two pools of the engine: the last tokens before the convolution (``conv_states``), and the state
-of each head (``ssm_states``).
+A request has a slot in two pools of the engine: the convolution's inputs of the last W - 1 tokens (``conv_states``,
+[slots, C, W - 1]), and the state of each head (``ssm_states``, [slots, V, E, D]).
 
 Legend: T tokens of a batch, B requests, C convolved channels, W tokens of the convolution, K key heads and V value
 heads of a rank, D and E the sizes of their heads.
@@ -207,7 +207,9 @@ def split_by_head(
     key_size: int,
     value_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split two products that are ordered by key head, into [T, q k v], z [T, V, E], b [T, V] and a [T, V].
+    """Split two products that are ordered by key head.
+
+    Returns q, k and v of all heads side by side, [T, C], then z [T, V, E], b [T, V] and a [T, V].
 
     For each key head, ``qkvz`` has the q and k of the key head, then v of its value heads, then z of its value heads.
     For each key head, ``ba`` has b of its value heads, then a of its value heads.
