@@ -29,8 +29,9 @@ Estimator = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @torch.no_grad()
 def k1_on_policy(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimate KL(pi || reference) by -s, with the gradient of the KL. (-s itself has the derivative 1 by log pi. Its
-    gradient would be grad log pi, whose mean under pi is 0.)
+    """Estimate KL(pi || reference) by -s. The mean of -s grad log pi under pi is the gradient of this KL.
+
+    The factor is not the derivative of -s by log pi. With that factor, 1, the mean gradient would be 0.
     """
     return -s, -s
 
@@ -82,17 +83,17 @@ def reference_penalty(
 ) -> ReferencePenalty:
     """Build the penalty: the sum of ``coefficient`` times an estimate over the tokens in ``loss_mask``.
 
-    The sum includes tokens that the algorithm's mask blocks. The gradient flows through ``inputs.log_probs`` only.
-    If the aggregation has a factor for each token, the factor multiplies the token's term. The caller divides the sum,
-    as it divides the algorithm's own terms. s and log(pi / mu) are cut at ``LARGEST_LOG_RATIO``, and a metric counts
-    the tokens with a larger s. The penalty is computed in float64. If log pi or the reference is -inf or NaN, the loss
-    is not finite, and the trainer stops.
+    The algorithm may block some of these tokens in its own loss. The penalty includes them. The gradient flows through
+    ``inputs.log_probs`` only. If the aggregation has a factor for each token, the factor multiplies the token's term.
+    The caller divides the sum, as it divides the algorithm's own terms. s and log(pi / mu) are cut at
+    ``LARGEST_LOG_RATIO``, and a metric counts the tokens with a larger s. The penalty is computed in float64. If log pi
+    or the reference is -inf or NaN, the loss is not finite, and the trainer stops.
 
     Args:
         coefficient: Factor of the estimate.
         estimator: A name in ``ESTIMATORS``.
-        weight_cap: Multiply each token's term by min(pi / mu, ``weight_cap``), without gradient. Averages over tokens
-            that mu sampled then estimate expectations under pi. None: no weight.
+        weight_cap: Multiply each token's term by min(pi / mu, ``weight_cap``), without gradient. With this weight, a
+            mean over mu's samples estimates a mean under pi. None: no weight.
     """
     estimate = ESTIMATORS[estimator]
 
@@ -118,6 +119,8 @@ def reference_penalty(
             factor = coefficient if scale is None else coefficient * scale.double()
             value = (factor * value).to(dtype)
             slope = (factor * slope).to(dtype)
+        # Where the slope is 0, for example outside ``loss_mask``, log pi may be -inf. Replace it: 0 * (-inf - -inf) is
+        # NaN.
         log_probs = torch.where(slope != 0, inputs.log_probs, 0.0)
         # log pi - stop(log pi) has the value 0 and log pi's gradient.
         penalty = (value + slope * (log_probs - log_probs.detach())).sum()

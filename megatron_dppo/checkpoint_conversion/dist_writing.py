@@ -1,4 +1,4 @@
-"""Writing ``torch_dist`` checkpoints without Megatron: a rank's file of a training run, or a whole converted model.
+"""Writing ``torch_dist`` checkpoints without Megatron: one rank's file in a checkpoint of a run, or a converted model.
 
 The files have the format of torch.distributed.checkpoint: tensors in the form of ``torch.save``, one after another, and
 a pickled index. This module does not use torch's own writer for two reasons: the writer plans with all ranks before it
@@ -91,6 +91,7 @@ class NewFile:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             with self._file:
+                # In a test of torn writes, the failpoint calls the lambda.
                 file_failpoint("write", self.path.name, lambda: keep_half(self._file))
                 self._file.flush()
                 os.fsync(self._file.fileno())
@@ -217,7 +218,7 @@ def write_torch_dist(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows ``start .. start + count`` of ``parameter``, a parameter of the layout with one rank.
+    """Rows ``start .. start + count`` of ``parameter``, which is whole: one rank has the whole model.
 
     ``stacked`` is the parameter's position in a tensor of the checkpoint. The chunk becomes one block of this tensor.
     """
@@ -242,9 +243,10 @@ def _chunks(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> Iterator[_C
 
     The chunks depend on the source of the parameter's rows:
 
-    - One Hugging Face tensor (the vocabulary): a chunk for each block of rows.
-    - Several tensors, one after another (gate and up): a chunk for each tensor.
-    - Several tensors whose rows alternate (queries, keys and values), or every n-th row of a tensor: one chunk.
+    1. Every n-th row of a tensor: one chunk.
+    2. One Hugging Face tensor (the vocabulary): a chunk for each block of rows.
+    3. Several tensors, one after another (gate and up): a chunk for each tensor.
+    4. Several tensors whose rows alternate (queries, keys and values): one chunk.
     """
     for p in local_parameters(shape, Layout(), 0):
         stacked = written_parameter(shape, p.name)
@@ -266,8 +268,9 @@ def _assemble(chunk: _Chunk, read: ReadRows) -> torch.Tensor:
     """Read the chunk's rows. Over all chunks, every Hugging Face tensor is read once, in order."""
     segments = chunk.parameter.segments
     if len(segments) == 1:
+        # The parameter is a Hugging Face tensor: a row has the same number in both.
         return read(segments[0].hf_name, chunk.start, chunk.count)
-    # Every other chunk consists of whole Hugging Face tensors.
+    # With several segments, a chunk consists of one or more whole Hugging Face tensors.
     end = chunk.start + chunk.count
     chunk_segments = [s for s in segments if chunk.start <= s.local_start < end]
     lengths = Counter[str]()

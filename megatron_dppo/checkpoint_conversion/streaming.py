@@ -157,6 +157,7 @@ def megatron_to_hf(
         specs: dict[str, tensor_store.TensorSpec] = {}
         for name, spec in source.specs.items():
             specs[name] = tensor_store.TensorSpec(spec.shape, dtypes[name])
+        # Names and order stay the same: the writer also learns which tensors become parts of a packed tensor.
         specs = tensor_store.packed_specs(shape, specs)
         stored = TensorHashes()
         written = TensorHashes()
@@ -242,7 +243,11 @@ def _dtypes(
     shape: ModelShape,
     dtype: str | None,
 ) -> tuple[str, str]:
-    """Return the stored type (the names of several types are joined by ``+``), and the type of the result."""
+    """Return the stored type and the type of the result.
+
+    If there are several stored types, their names are joined by ``+``. The callers allow this only with a ``dtype``, so
+    the type of the result is always one type.
+    """
     stored_dtype = "+".join(tensor_store.dtypes_of(store, shape))
     return stored_dtype, dtype or stored_dtype
 
@@ -260,7 +265,7 @@ def _target_dtypes(
         if stored_dtype in TORCH_DTYPES.values():
             dtypes[name] = stored_dtype
         else:
-            # 8-bit weights cannot keep their type, because they are read as float32.
+            # The stored type is 8-bit. The store returns float32 for these weights, so cast them as all others.
             dtypes[name] = TORCH_DTYPES[dtype]
     return dtypes
 

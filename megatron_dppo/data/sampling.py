@@ -221,7 +221,7 @@ class ReturningSampler:
         return positions + self._sampler.next(n - len(positions))
 
     def take(self, positions: Sequence[int]) -> None:
-        """Draw exactly these positions, and skip others before them. The next draws return the skipped positions.
+        """Draw exactly these positions. If other positions come before them, the next draws return the others.
 
         Ranks that were restarted and repeat a step must draw the same positions as before the restart. ``next`` might
         return other positions, because the order of drawing may have depended on rewards.

@@ -88,8 +88,9 @@ def _unread(records: problems.ProblemRecords) -> Iterator[str]:
     if records.unread:
         column_texts = [f"{name!r} ({count:,})" for name, count in sorted(records.unread.items())]
         yield (
-            f"columns that look like content and are no part of the prompts (records with a value there): "
-            f"{', '.join(column_texts)}; if the model needs them, write them into the prompt (docs/data.md)"
+            f"columns that look like content and are no part of the prompts (each with its number of records "
+            f"with a value): {', '.join(column_texts)}; if the model needs them, write them into the prompt "
+            "(docs/data.md)"
         )
 
 

@@ -54,7 +54,7 @@ def evaluation_job(
     """Return the job that generates ``settings.samples_per_prompt`` responses to each of ``problems``.
 
     Args:
-        template: a training job; its stop conditions, the run's seed and the episodes apply to the evaluation too.
+        template: a training job. The evaluation uses its stop conditions, its seed and its way to play episodes.
         settings: k and the sampling.
         problems: problems of one held-out set.
         purpose: purpose of the seeds, a text: jobs with different purposes have different seeds.
@@ -105,9 +105,9 @@ class Evaluator:
     def begin(self, step: int) -> Evaluation:
         """Start to generate the responses in the background. Not collective.
 
-        These generations have order 0, the default. A batch's generation has the number of the batch's step as order.
-        So these responses are generated first. ``step``: the number of trained steps; the engine has the weights of
-        this step.
+        Generations with a lower ``order`` are served first. A batch's generation has the batch's step as order. These
+        generations have order 0, the default, so they come before all batches. ``step``: the number of trained steps;
+        the engine has the weights of this step.
         """
         generations = {}
         for name in self.sets:
@@ -151,6 +151,7 @@ class Evaluator:
     ) -> tuple[dict[str, float], list[Sample]]:
         """Return the result of ``finish``."""
         for generation in evaluation.generations.values():
+            # Responses of a lost fleet must not be replaced by responses of other weights (``mixes``).
             generation.wait(trainer_version, mixes=False)
         figures: dict[str, float] = {}
         samples: list[Sample] = []

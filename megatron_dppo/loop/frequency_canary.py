@@ -27,15 +27,16 @@ _FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 Small values notice a small bias over many tokens, large values notice a large bias over few tokens.
 """
 _SIDES = {"more": FREQUENCY_SUMS[:2], "less": FREQUENCY_SUMS[2:]}
-"""Whether the tokens are "more" or "less" surprising than mu predicts -> names of the sums of xi and xi^2."""
+"""Whether tokens are "more" or "less" surprising than mu predicts -> names of two sums (see ``FrequencyCanary``)."""
 
 
 class FrequencyCanary:
     """Tests whether sampled tokens are as frequent as mu, the engine's reported distribution, predicts.
 
     The test is a martingale over all tokens since the ranks started. ``token_metrics._surprise`` computes two numbers
-    xi for each token, one for each side in ``_SIDES``. Each xi is at least -c, with c = LONGEST_SURPRISE. If a token is
-    drawn from mu, the mean of xi is at most 0. For 0 <= a < 1 (Fan, Grama and Liu, 2015),
+    xi for each token, one for each side. ``_SIDES`` has the names of their sums: of xi, and of xi^2. Each xi is at
+    least -c, with c = LONGEST_SURPRISE. If a token is drawn from mu, the mean of xi is at most 0. For 0 <= a < 1 (Fan,
+    Grama and Liu, 2015),
 
         exp(a xi / c - psi(a) xi^2 / c^2) <= 1 + a xi / c,    psi(a) = -log(1 - a) - a.
 
@@ -47,9 +48,9 @@ class FrequencyCanary:
 
     The test skips batches that are selected by rewards or lengths (``rollout.drop_zero_variance_groups``,
     ``algorithm.truncated_responses: drop``), because their tokens are not distributed as mu. For a replayed batch, and
-    for tokens that other weights sampled (``at_equal_weights`` False), it only warns. With other weights, pi may be
-    many times mu at a rare token. The token's xi is then far below -c and is raised to -c. This raises the mean of xi,
-    so the mean may be positive even though the tokens were drawn from mu.
+    for tokens that other weights sampled (``at_equal_weights`` False), it only warns. With other weights, r = pi / mu
+    may be large at a rare token. ``_surprise`` subtracts |1 - r| |log pi|, so xi would be far below -c and is raised to
+    -c. This raises the mean of xi. The mean may be positive even though the tokens were drawn from mu.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class FrequencyCanary:
         side = max(surprise_of_side, key=surprise_of_side.__getitem__)
         mean_surprise = surprise_of_side[side] / self._tokens
         message = (
-            f"sampled tokens are {mean_surprise:.3g} nats {side} surprising than the distribution that trainer and "
-            f"engine agree on lets expect, mean of {self._tokens:.0f} tokens; the evidence is "
+            f"sampled tokens are {mean_surprise:.3g} nats {side} surprising than they should be under the "
+            f"distribution that trainer and engine report, mean of {self._tokens:.0f} tokens; the evidence is "
             f"10^{self.evidence:.1f}, expected below 10^{LARGEST_EVIDENCE:g}"
         )
         if self._stops_run:

@@ -64,7 +64,7 @@ class RunData:
                 arguments=arguments,
             )
         self._sets: dict[str, ProblemSet] = {}
-        """Every file's problems, by ``_name``: the path, and keys if the configuration gives any."""
+        """The problems of each file. The key is ``_name(file)``."""
         faults: list[str] = []
         for file in [*data.train_files, *data.evaluation_files.values()]:
             name = _name(file)
@@ -111,8 +111,8 @@ class RunData:
     def origin(self) -> Origin:
         """Return the settings and problems that every batch of the run is generated from."""
         rollout = self._config.rollout
-        # Read the configuration, not the request parameters that are computed from it. The comparison with the
-        # parameters of a response then finds errors in that computation.
+        # Each response's stamp has the parameters of its request, and is compared with these parameters. The requests
+        # use ``SamplingParams``. Don't use this class here, so that the comparison also finds its errors.
         sampling_parameters = {
             "max_new_tokens": rollout.max_response_tokens,
             "temperature": rollout.temperature,
@@ -123,7 +123,8 @@ class RunData:
             "stop_token_ids": list(rollout.stop_token_ids) or None,
             "stop": list(rollout.stop) or None,
         }
-        # ``repr(self.form)`` leaves the arguments out, so that saved hashes of runs without arguments stay equal.
+        # ``repr(self.form)`` does not contain the arguments. Add them only if there are any: the hashes that runs
+        # without arguments have saved stay valid.
         template_parts = [repr(self._tokenizer.chat_template), repr(self.form)]
         if self.form.arguments:
             template_parts.append(repr(self.form.arguments))
@@ -177,10 +178,10 @@ class RunData:
     def bad_answers(self) -> BadAnswers:
         """Return the faults of the problems' answers.
 
-        If the checks before the start have scored the answers already, their result is used. A run that replays
-        rollouts scores nothing, so only missing answers are faults. With ``data.on_bad_answer: drop``, however, the
-        answers are scored. The replayed run drew only from problems without faults, so both runs must find the same
-        faults.
+        If the checks before the start have scored the answers, their result is used. Otherwise the answers are scored.
+        Exception: if a run replays rollouts and ``data.on_bad_answer`` is ``refuse``, nothing is scored, and only
+        missing answers are faults. With ``drop``, a replay scores the answers too, because it must drop the same
+        problems as the replayed run.
         """
         drops = self._config.data.on_bad_answer == "drop"
         if self._config.rollout.replay_from is not None and not drops:
@@ -278,7 +279,7 @@ def _name(file: ProblemFile) -> str:
 
 WEIGHTS_SUFFIX = ".safetensors"
 _READ_SUFFIXES = (WEIGHTS_SUFFIX, ".json", ".jinja", ".txt", ".model", ".tiktoken")
-"""Suffixes of the files that programs read in a Hugging Face folder: no other formats of weights, no README."""
+"""Suffixes of the files that programs read in a Hugging Face folder. A README and other weight formats don't count."""
 
 
 def model_files(checkpoint: str, adapters: str | None) -> dict[str, Path]:

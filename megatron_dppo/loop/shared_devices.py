@@ -39,7 +39,7 @@ class SharedDevices:
     def leave(self, *kept_parts: TrainerPart) -> None:
         """End the trainer's turn and park all its parts except ``kept_parts``. Collective.
 
-        Servers may start only if the devices are free then: a starting server needs the memory of the kept parts.
+        If a part is kept, servers may not start afterwards: a starting server needs the memory of this part.
         """
         unaffected_parts = self.trainer.parked.union(kept_parts)
         leaving_parts = [part for part in self.parts if part not in unaffected_parts]
@@ -52,7 +52,7 @@ class SharedDevices:
 
     def take(self) -> None:
         """Begin the trainer's turn. Collective."""
-        # All ranks begin the turn together, even if a server failed to report that it stopped generating.
+        # No rank takes memory before every rank has ended its servers' turn.
         collectives.barrier()
         if self.trainer.parked:
             failpoint("parking/unpark")

@@ -106,8 +106,10 @@ def cpu_time_limit(seconds: float) -> Iterator[None]:
         try:
             yield
         finally:
+            # If the watcher set the exception and Python has not raised it yet, ``remove`` cancels it.
             is_up = _watcher.remove(number)
     except _TimeUpError:
+        # Python raised the exception in the block, or before ``remove`` could cancel it.
         is_up = True
     if is_up:
         raise TimeLimitError(f"it took more than {seconds:g} s of processor time")

@@ -79,6 +79,7 @@ class AllHeadsNorm(torch.nn.Module):
             {"weight": 0},
             sharded_offsets,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
+            # The caller always passes metadata with this group. ``or {}`` is only for the type checker.
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
 
@@ -121,7 +122,7 @@ class _Norm(torch.autograd.Function):
         input_gradient = (scale * (weighted_gradient - normed * mean)).to(x.dtype)
         weight_gradient = None
         if ctx.needs_input_grad[1]:
-            # Sum over all dimensions except this rank's heads and the head size: these are the last two.
+            # The last two dimensions are this rank's heads and the head size. Sum over all other dimensions.
             product = gradient.float() * normed
             weight_gradient = product.flatten(0, -3).sum(0).flatten().to(weight.dtype)
         return input_gradient, weight_gradient, None, None, None

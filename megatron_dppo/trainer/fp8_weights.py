@@ -49,7 +49,10 @@ def rounded_to_fp8(
 
 
 def _whole_blocks(parameter: LocalParameter) -> list[list[Segment]]:
-    """Return the segments, in order, of each quantised matrix whose part on this rank consists of whole blocks."""
+    """Return a list of segments, in order, for each quantised matrix of which this rank has only whole blocks.
+
+    Ranks divide a matrix along one axis. Each segment has all of the other axis, so only the divided axis is checked.
+    """
     by_matrix: dict[str, list[Segment]] = defaultdict(list)
     for segment in parameter.segments:
         if is_quantized(segment.hf_name):

@@ -96,9 +96,9 @@ def max_log_prob_difference(
         trajectories: the sequences to compare.
         temperature: divides the logits of both models.
     """
-    # Drop all columns: recorded routing would send tokens to other experts than transformers does.
+    # Drop all columns. With a column of recorded routing, the trainer would use other experts than transformers.
     sequences = [t.without(*t.columns) for t in trajectories]
-    # The first micro-batch has all sequences; any others are empty.
+    # The first micro-batch has all sequences. The interleaved schedule may need more micro-batches, which are empty.
     batches = trainer.packed(sequences)
     trainer_values = trainer.log_probs(batches)[0].cpu()[batches[0].loss_mask]
     difference = None

@@ -1,5 +1,7 @@
 """Row kernels of policy_stats in Triton. Only processes with a GPU or with Triton's interpreter (TRITON_INTERPRET=1)
 import this module.
+
+``columns`` is the length of a row of logits. The first ``real`` columns are tokens, the rest is padding.
 """
 
 import triton
@@ -25,9 +27,9 @@ def forward_kernel(  # noqa: PLR0913, PLR0917
     """Compute sums over one row of ``logits`` except its column ``left_out`` (int64; -1: no column).
 
     The sums are of e (``total``), of e d (``weighted``) and of e^2 (``squared``), with d = z - maximum and
-    e = 2^(scale_log2 d). Each lane sums its columns in float32, relative to the maximum of these columns, so that no
-    thread waits for another thread before the end of the row. The lanes' sums are added in float64. A lane reads VECTOR
-    neighbouring columns at a time: 128 bits.
+    e = 2^(scale_log2 d). Each lane sums its own columns in float32, with the maximum of its own columns in place of
+    the row's maximum. So no thread waits for another thread before the end of the row. The lanes' sums are added in
+    float64. A lane reads VECTOR neighbouring columns at a time: 128 bits.
     """
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -48,7 +50,8 @@ def forward_kernel(  # noqa: PLR0913, PLR0917
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         d = z - shift[:, None]
         e = tl.exp2(d * scale_log2)
-        # Convert the lane's sums to the new maximum: d of every earlier column changes by ``drop`` <= 0.
+        # Convert the lane's sums to the new maximum. An earlier column's d becomes d + drop, with drop <= 0, and its e
+        # becomes e factor. So the sum of e d becomes (sum of e d + drop sum of e) factor.
         drop = tl.where(top == float("-inf"), 0.0, top - shift)
         factor = tl.exp2(drop * scale_log2)
         if ENTROPY:
@@ -95,8 +98,8 @@ def backward_kernel(  # noqa: PLR0913, PLR0917
     """Write one block of one row of dL/dz: p (a + b log p), plus g at the sampled token; 0 in padding.
 
     log p = scale (z - shift) + rest. ``shifts``, ``rests``, ``gradients`` (g), ``constants`` (a) and
-    ``entropy_gradients`` (b) are float32 and have one number for each row. A row with g = b = 0 is written without
-    being read. ``out`` may be ``logits``.
+    ``entropy_gradients`` (b) are float32 and have one number for each row. If g = b = 0, the caller's a is 0 too,
+    so the row is 0 and its logits are not read. ``out`` may be ``logits``.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -91,6 +91,8 @@ def show(
 
 def usage_table(usage: UsageByPhase) -> Table:
     """Return a table with the seconds of each phase, and the MiB of its largest sample."""
+    # The columns from "ranks" on: number of ranks, mean memory of a rank, memory of the largest rank, memory of all
+    # processes.
     names_of_columns = (
         "seconds",
         "CPU s ranks",
@@ -105,6 +107,7 @@ def usage_table(usage: UsageByPhase) -> Table:
         seconds = (used.seconds, used.rank_seconds, used.other_seconds)
         cells = [f"{value:.0f}" for value in seconds]
         if (sample := used.fullest) is not None:
+            # Without proportional sizes, a process's memory is its resident set: shared pages count for each process.
             remark = "" if sample.is_proportional else " (resident)"
             cells += [
                 str(len(sample.ranks)),

@@ -5,10 +5,10 @@
 
 The run must have been started with ``rollout.save=true``. The command compares two sides with a reference: the
 engine's mu, and pi as the loss computed it in the step's first mini-batch. The reference is transformers in float32; it
-shares no code with engine or trainer. If a side differs, the command changes one thing at a time in the reference: all
-weights, or a part of the weights, to those of another version; temperature or filter; precision; positions; routing;
-cached keys and values. The command names the change whose probabilities are nearest to the side's, and the tokens that
-show it. If a trainer with several processes differs, and no change explains the whole difference, the command runs the
+shares no code with engine or trainer. If a side differs, the command changes one thing at a time in the reference: the
+version of all or some weights; the temperature or filter; the precision; the positions; the routing; the cached keys
+and values. The command names the change that brings the reference nearest to this side, and the tokens that show it.
+If a trainer with several processes differs, and no change explains the whole difference, the command runs the
 trainer in one process. If the trainer in one process does not differ, the command names the parallel layout.
 
 Then the command tests three more things:
@@ -27,8 +27,9 @@ device, recomputes pi with one more cause fixed in each pass:
     routing              experts as the engine recorded them (needs rollout.router_replay=true)
     precision            the trainer in float32 (if the run is not in float32, and without --no-precision)
 
-The part of a cause is the decrease of mean |pi - mu| when the cause is fixed. The mean that is left before
-``precision`` is numerics. A cause that is not possible in this run has no row.
+The part of a cause is the decrease of mean |pi - mu| when the cause is fixed. The mean that is left when all
+causes above ``precision`` are fixed is numerics. ``precision`` shows how much of the numerics float32 removes. A cause
+that is not possible in this run has no row.
 
 Without ``--step`` the command uses the last saved batch whose weights are known. It finds weights in the run:
 model.hf_checkpoint is version 0, a checkpoint of step N is version N, and RUN/hf is the version of the last step;
@@ -100,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(options: argparse.Namespace) -> None:
     """Read the batch, examine it, and write the requested files."""
+    # --parts excludes --html, and --png needs --parts.
     unusable_option = options.html if options.parts else options.png
     if unusable_option:
         raise ValueError("--html is the page of all causes, --png the figure of --parts")

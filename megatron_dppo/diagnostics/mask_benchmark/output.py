@@ -11,10 +11,10 @@ from rich.table import Column, Table
 from megatron_dppo.diagnostics.pages import SummaryTable
 
 LEGEND = (
-    "x first: time (on a CPU: of all threads) / time of the first row. % copy: least traffic / time, in % of the rate "
-    "of a measured copy; in the least traffic, the forward pass reads the logits, and the backward pass reads and "
-    "overwrites the logits. peak: memory beyond the logits / memory of the logits. all-reduces: of payloads, + of "
-    "integers."
+    "x first: time of the row / time of the first row (on a CPU: of all threads). % copy: (least traffic / time) / "
+    "rate of a measured copy. For the least traffic, the forward pass reads the logits once, and the backward pass "
+    "reads and overwrites the logits once. peak: memory beyond the logits / memory of the logits. all-reduces: number "
+    "with floating-point numbers + number with integers. overhead: (time with the mask - time without) / time without."
 )
 
 
@@ -76,7 +76,7 @@ def _implementations(rows: list[dict[str, Any]], on_cpu: bool) -> SummaryTable:
 
 
 def _masks(rows: list[dict[str, Any]], unit: str) -> SummaryTable:
-    columns = ("update", "ms", "overhead", "of it in the loss", "all-reduces", "wire MB")
+    columns = ("update", "ms", "overhead", "overhead in the loss", "all-reduces", "wire MB")
     lines = [
         (
             r["name"], f"{r['total_ms']:.1f}",
@@ -86,7 +86,7 @@ def _masks(rows: list[dict[str, Any]], unit: str) -> SummaryTable:
         )
         for r in rows
     ]  # fmt: skip
-    title = f"Statistics with entropy, loss and backward: what a mask adds, paired ({unit})"
+    title = f"Statistics with entropy, loss and backward: what a mask adds, repetition by repetition ({unit})"
     return SummaryTable(title, columns, lines)
 
 

@@ -62,10 +62,11 @@ class RankBench:
 
     def fresh(self) -> Tensor:
         """Return a leaf tensor with a copy of the logits, in the buffer; wait until every rank has one."""
-        # Whatever an implementation did to the last leaf, a detached buffer has no autograd history.
+        # If an implementation changed the last leaf in place, the buffer may have an autograd history. Drop it.
         self.buffer = self.buffer.detach()
         # A backward pass may have overwritten the buffer.
         self.buffer.copy_(self.logits)
+        # The leaf is another tensor on the same memory, so that the buffer itself does not require a gradient.
         leaf = self.buffer.view_as(self.buffer).requires_grad_()
         dist.barrier()
         return leaf
