@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_dppo.diagnostics.mask_benchmark import run_rank
 from megatron_dppo.diagnostics.mask_benchmark.output import draw, markdown, show
 from megatron_dppo.system.network import free_port
 
@@ -79,8 +80,6 @@ def run_ranks(options: argparse.Namespace, result: Path) -> None:
     """
     from torch import multiprocessing
 
-    from megatron_dppo.diagnostics.mask_benchmark.measure import write_measurements
-
     # Set the variables before ranks start: a rank's torch reads them when it is imported.
     os.environ |= {
         "WORLD_SIZE": str(options.tp),
@@ -91,7 +90,7 @@ def run_ranks(options: argparse.Namespace, result: Path) -> None:
     }
     # At SIGTERM, raise SystemExit: when Python exits, it ends the ranks, because they are daemons.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    multiprocessing.spawn(write_measurements, (options, result), options.tp, daemon=True)
+    multiprocessing.spawn(run_rank, (options, result), options.tp, daemon=True)
 
 
 if __name__ == "__main__":

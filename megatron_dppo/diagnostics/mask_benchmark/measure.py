@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -16,14 +15,6 @@ from megatron_dppo.diagnostics.mask_benchmark.contenders import prepare_megatron
 from megatron_dppo.diagnostics.mask_benchmark.mask_overhead import mask_overheads
 from megatron_dppo.diagnostics.mask_benchmark.rank_bench import RankBench
 from megatron_dppo.trainer import platform
-
-
-def write_measurements(rank: int, options: argparse.Namespace, result: Path) -> None:
-    """Run the benchmark as ``rank``. Rank 0 writes the measurements into the file ``result``."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    measurements = measure(options)
-    if rank == 0:
-        result.write_text(json.dumps(measurements))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
