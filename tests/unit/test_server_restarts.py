@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -144,13 +145,20 @@ def test_a_record_that_cannot_be_written_ends_no_server(supervise, caplog):
     assert "fleet.json is not up to date: " in caplog.text
 
 
+@contextmanager
+def held_port(port: int) -> Iterator[None]:
+    """Listen on ``port`` within the block, as another program."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        yield
+
+
 def test_a_port_that_is_held_is_waited_for_and_costs_no_restart(supervise, caplog):
     engine = supervise(1)
     engine.kill_process()
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", engine.port))
-        listener.listen()
+    with held_port(engine.port):
         for _ in range(7):  # tries at 1, 2, 4, 8, ... s
             engine.clock.now += 1
             engine.server.check()
@@ -168,10 +176,7 @@ def test_a_port_that_is_held_is_waited_for_and_costs_no_restart(supervise, caplo
 def test_a_port_that_stays_held_ends_it_in_one_line(supervise):
     engine = supervise(1)
     engine.kill_process()
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", engine.port))
-        listener.listen()
+    with held_port(engine.port):
         for _ in range(63):  # tries at 1, 2, 4, 8, 16, 32 s
             engine.clock.now += 1
             engine.server.check()
