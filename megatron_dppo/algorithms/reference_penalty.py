@@ -119,8 +119,8 @@ def reference_penalty(
             factor = coefficient if scale is None else coefficient * scale.double()
             value = (factor * value).to(dtype)
             slope = (factor * slope).to(dtype)
-        # Where the slope is 0, for example outside ``loss_mask``, log pi may be -inf. Replace it: 0 * (-inf - -inf) is
-        # NaN.
+        # log pi may be -inf where the slope is 0, for example outside ``loss_mask``. Replace these values, because
+        # 0 * (-inf - -inf) is NaN.
         log_probs = torch.where(slope != 0, inputs.log_probs, 0.0)
         # log pi - stop(log pi) has the value 0 and log pi's gradient.
         penalty = (value + slope * (log_probs - log_probs.detach())).sum()

@@ -270,7 +270,7 @@ def _assemble(chunk: _Chunk, read: ReadRows) -> torch.Tensor:
     if len(segments) == 1:
         # The parameter is a Hugging Face tensor: a row has the same number in both.
         return read(segments[0].hf_name, chunk.start, chunk.count)
-    # With several segments, a chunk consists of one or more whole Hugging Face tensors.
+    # A chunk of a parameter with several segments consists of one or more whole Hugging Face tensors.
     end = chunk.start + chunk.count
     chunk_segments = [s for s in segments if chunk.start <= s.local_start < end]
     lengths = Counter[str]()

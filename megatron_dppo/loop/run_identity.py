@@ -28,7 +28,7 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
         "algorithm.truncated_responses": algorithm.truncated_responses,
         **_advantage_identity(algorithm),
         "data.train (SHA-256)": data_sha256,
-        "data.train (keys)": [_keys_of(file) for file in data.train_files],
+        "data.train (keys)": [_identity_of_keys(file) for file in data.train_files],
         "data.system_prompt": data.system_prompt,
         "data.prompt_template": data.prompt_template,
         **_argument_identity(data.chat_template_arguments),
@@ -42,7 +42,7 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
     }
 
 
-def _keys_of(file: ProblemFile) -> list[str | None]:
+def _identity_of_keys(file: ProblemFile) -> list[str | None]:
     """Return the keys of a file's rows. A metadata key that is not set is left out."""
     keys = [file.prompt_key, file.answer_key]
     if file.metadata_key:

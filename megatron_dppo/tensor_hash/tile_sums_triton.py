@@ -66,7 +66,7 @@ def fmix(x):
 
 @triton.jit
 def tile_sums_kernel(
-    shapes,
+    arguments,
     parts,
     tiles,
     out,
@@ -78,19 +78,19 @@ def tile_sums_kernel(
     """Sum the words of one part in one tile.
 
     If the part covers the tile whole, add the tile to the part's closed sum, else store the lanes' inner sums as an
-    edge. ``shapes``: each part's ``kernel_arguments``. ``parts`` and ``tiles``: the part of each program, and the
+    edge. ``arguments``: each part's ``kernel_arguments``. ``parts`` and ``tiles``: the part of each program, and the
     number of its tile, counted from the part's first tile.
     """
     program = tl.program_id(0)
     part = tl.load(parts + program).to(tl.int64)
     tile = tl.load(tiles + program).to(tl.int64)
-    shape = shapes + part * 6
-    data = tl.load(shape).to(tl.pointer_type(tl.uint32))
-    words = tl.load(shape + 1)
-    width = tl.load(shape + 2)
-    stride = tl.load(shape + 3)
-    first = tl.load(shape + 4)
-    total = tl.load(shape + 5)
+    part_arguments = arguments + part * 6
+    data = tl.load(part_arguments).to(tl.pointer_type(tl.uint32))
+    words = tl.load(part_arguments + 1)
+    width = tl.load(part_arguments + 2)
+    stride = tl.load(part_arguments + 3)
+    first = tl.load(part_arguments + 4)
+    total = tl.load(part_arguments + 5)
     begin = (first // TILE + tile) * TILE
     low = tl.maximum(begin, first)
     high = tl.minimum(begin + TILE, first + words)

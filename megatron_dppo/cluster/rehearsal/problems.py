@@ -91,7 +91,7 @@ def make_problems(
     longest = 1
     for number, (key, file, row_count) in enumerate(files):
         path = folder / f"{number}.jsonl"
-        # Without a fault, all files of the path exist. The text of a fault says what was expected.
+        # The fault is None if all files of the path exist. Its text says what was expected.
         fault = data_files(file.path).fault
         if fault is None:
             rows = _shortest_rows(key, file, row_count)

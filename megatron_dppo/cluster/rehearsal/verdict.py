@@ -107,7 +107,8 @@ def usage_table(usage: UsageByPhase) -> Table:
         seconds = (used.seconds, used.rank_seconds, used.other_seconds)
         cells = [f"{value:.0f}" for value in seconds]
         if (sample := used.fullest) is not None:
-            # Without proportional sizes, a process's memory is its resident set: shared pages count for each process.
+            # The remark marks resident sets, which count shared pages for each process. They are measured where the
+            # kernel gives no proportional sizes.
             remark = "" if sample.is_proportional else " (resident)"
             cells += [
                 str(len(sample.ranks)),
