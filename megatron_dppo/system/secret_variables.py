@@ -37,11 +37,30 @@ _ENV_START, _ENV_END = 47, 48
 
 # LEASE is for MEGATRON_DPPO_LEASE: its nonce is the right to write in the run's folder.
 _SECRET_NAME = re.compile(
-    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_KEY|CONNECTION_STRING|AUTH_SOCK"
-    r"|(^|_)(KEYS?|TOKEN|JWT|COOKIE|AUTH|PAT|LEASE)$|_PWD$",
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CONNECTION_STRING|AUTH_SOCK"
+    r"|(API|ACCESS|AUTH|BEARER|BOT|REFRESH|SESSION)_?TOKENS?|WEBHOOK"
+    # One of these words at the end. A number, or a word about the kind of deployment, may follow.
+    r"|((^|_)(KEYS?|TOKEN|JWT|COOKIE|AUTH|PAT|PASS|PASSCODE|PW|CREDS?|DSN|BEARER|LEASE)|_PWD)\d*"
+    r"(_(\d+|[A-Z]|B64|BACKUP|BASE64|CONFIG|DEFAULT|DEV|JSON|LIVE|MAIN|NEW|OLD|PROD|PRODUCTION|RO|RW|READ|STAGING"
+    r"|TEST|VALUE|WRITE))*$",
     re.IGNORECASE,
 )
-_LOGIN_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+_SECRET_VALUE = re.compile(
+    # An address with a password, or with a user alone where services take a token as the user.
+    r"://[^/\s:@]*:[^/\s@]+@|\b(https?|wss?|grpcs?)://[^/\s@]+@"
+    r"|[?&](access_token|api_?key|key|password|secret|sig|signature|token|X-Amz-Signature)=[^&\s]"
+    r"|\bauthorization[=:]|\bBearer [\w+/.=-]{16}|-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    re.IGNORECASE,
+)
+_KEY_BY_PREFIX = re.compile(
+    # The published prefixes of keys: Hugging Face, OpenAI and others, GitHub, GitLab, Slack, AWS, Google, NVIDIA, Groq,
+    # xAI, Replicate, npm, PyPI, Docker, Stripe, and JSON Web Tokens.
+    r"(?<![\w-])(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9]{16,}|sk-(admin|ant|lf|or|proj|svcacct)-[\w-]{16,}"
+    r"|gh[opsur]_\w{16,}|github_pat_\w{16,}"
+    r"|glpat-[\w-]{16,}|xox[a-z]-[\w-]{16,}|(AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|nvapi-[\w-]{16,}"
+    r"|gsk_\w{16,}|xai-\w{16,}|r8_\w{16,}|npm_\w{16,}|pypi-[\w-]{16,}|dckr_pat_[\w-]{16,}"
+    r"|[rs]k_(live|test)_\w{16,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
+)
 _PROGRAM_NAMES = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|TEMP|TMP|LD_LIBRARY_PATH|PYTHON\w*|VIRTUAL_ENV"
     r"|CONDA_PREFIX|NODE_PATH|NODE_OPTIONS|NODE_EXTRA_CA_CERTS|JAVA_HOME|GOPATH|SSL_CERT_FILE|SSL_CERT_DIR"
@@ -51,10 +70,11 @@ _PROGRAM_NAMES = re.compile(
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable holds a key, by its name, or by a value that is an address with a password."""
+    """Whether a variable holds a key: by its name, or by a value that has the form of a key or of an address with one."""
     if name == SECRETS_VARIABLE:
         return False
-    return bool(_SECRET_NAME.search(name) or _LOGIN_IN_URL.search(value))
+    patterns = (_SECRET_VALUE, _KEY_BY_PREFIX)
+    return bool(_SECRET_NAME.search(name)) or any(pattern.search(value) for pattern in patterns)
 
 
 def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
@@ -130,14 +150,14 @@ def withheld_hint(text: str, received: Collection[str], list_name: str) -> str:
 
 
 def redact(text: str, secrets: Iterable[str | None]) -> str:
-    """Return a server's text for a message, with ``<api key>`` in place of each of ``secrets``.
+    """Return a server's text for a message, with ``<api key>`` in place of each of ``secrets`` and of other keys.
 
-    A server may echo a key that it received.
+    A server may echo a key that it received. Other keys are recognised by their prefixes, such as ``hf_``.
     """
     for secret in secrets:
         if secret:
             text = text.replace(secret, "<api key>")
-    return text
+    return _KEY_BY_PREFIX.sub("<api key>", text)
 
 
 _environment_lock = threading.Lock()

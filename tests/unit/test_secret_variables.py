@@ -23,6 +23,7 @@ from megatron_dppo.rewards.verifier import Verifier, VerifierError
 from megatron_dppo.system.secret_variables import (
     is_secret,
     program_environment,
+    redact,
     withheld_hint,
     worker_environment,
 )
@@ -45,7 +46,8 @@ PLANTED = "tests.unit.planted_rewards:"
         "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "GITHUB_PAT", "PGPASSWORD", "MYSQL_PWD", "KAGGLE_KEY",
         "MLFLOW_TRACKING_PASSWORD", "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "SLURM_JWT", "redis_auth",
         "AZURE_STORAGE_CONNECTION_STRING", "MEGATRON_DPPO_LEASE", "MEGATRON_DPPO_STARTED_KEYS",
-        "MEGATRON_DPPO_API_KEY", "MEGATRON_DPPO_ADMIN_API_KEY",
+        "MEGATRON_DPPO_API_KEY", "MEGATRON_DPPO_ADMIN_API_KEY", "DB_PASS", "HF_TOKEN_2", "HF_TOKEN2", "OPENAI_KEY_1",
+        "GITHUB_TOKEN_OLD", "DOCKER_AUTH_CONFIG", "SENTRY_DSN", "SLACK_WEBHOOK_URL", "REDIS_PW", "AWS_CREDS",
     ],
 )  # fmt: skip
 def test_a_name_tells_a_key(name):
@@ -57,10 +59,53 @@ def test_a_name_tells_a_key(name):
     [
         "PATH", "PWD", "OLDPWD", "HOME", "MAX_TOKENS", "TOKENIZERS_PARALLELISM", "SGLANG_PER_TOKEN_GROUP_QUANT",
         "KEYBOARD", "NCCL_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "HF_HOME", "MEGATRON_DPPO_FLEET", "MASTER_ADDR",
+        "HF_TOKEN_PATH", "SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE", "COMPASS", "TORCH_COMPILE_CACHE_KEY_TAG", "KEY_COUNT",
     ],
 )  # fmt: skip
 def test_other_names_are_no_keys(name):
     assert not is_secret(name, "http://x:1/a@b")
+
+
+# The forms of published keys, joined here so that no tool takes this file for a leak.
+KEY_VALUES = [
+    "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3f", "sk-" + "1234567890abcdef", "sk-proj-" + "aB3_dE5-gH7jK9mN1pQ3",
+    "ghp_" + "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3f", "AKIA" + "IOSFODNN7EXAMPLE", "glpat-" + "aB3dE5gH7jK9mN1pQ3sT",
+    "eyJhbGciOiJI.eyJzdWIiOiIx.c2lnbmF0dXJl",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *KEY_VALUES,
+        *(f"--token {key} --quiet" for key in KEY_VALUES),
+        "https://aB3dE5gH@git.example/team/repository.git",
+        "git+https://aB3dE5gH@git.example/team/repository.git",
+        "postgres://me:word@db/x",
+        "https://x.example/a?sig=aB3dE5gH",
+        "Authorization=Bearer aB3dE5gH",
+        "-----BEGIN PRIVATE KEY-----\nMII",
+    ],
+)
+def test_a_value_shows_a_key_whatever_its_name(value):
+    assert is_secret("NOTE", value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "hf_transfer", "hf_models_of_the_team_2024", "/data/disk-0123456789abcdef01", "ssh://git@git.example/a.git",
+        "sk-learn-experiments-2024", "task-0123456789abcdef01", "postgres://me@db/x", "me@x.example", "https://x:1/a@b",
+        "https://x.example/a?tokens=3",
+    ],
+)  # fmt: skip
+def test_other_values_show_no_key(value):
+    assert not is_secret("NOTE", value)
+
+
+@pytest.mark.parametrize("key", KEY_VALUES)
+def test_keys_that_a_server_echoes_are_replaced(key):
+    assert redact(f"bad key mine, {key}.", ["mine"]) == "bad key <api key>, <api key>."
 
 
 def test_a_program_and_a_worker_get_no_keys():
