@@ -36,7 +36,7 @@ from megatron_dppo.launch.supervisor import RankFailure, Supervisor, first_failu
 from megatron_dppo.logging import configure_logging
 from megatron_dppo.system import processes
 from megatron_dppo.system.lease import NONCE_VARIABLE, START_VARIABLE
-from megatron_dppo.system.secret_variables import split_environment
+from megatron_dppo.system.secret_variables import split_environment, without_secrets
 
 HOST = "{host}"
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", HOST)
@@ -93,11 +93,10 @@ class RemoteShell:
     def start(self, host: str, commands: Sequence[RemoteCommand], output: Path) -> RemoteProcess:
         """Start ``commands`` at a host; the shell's own messages are appended to ``output``."""
         words = [word.replace(HOST, host) for word in self.words]
-        plain, _ = split_environment(os.environ)
         with open(output, "ab") as file:
             process = processes.start_process(
                 [*words, self.python, "-m", MODULE],
-                environment=plain,
+                environment=without_secrets(os.environ),
                 output=file.fileno(),
                 stdin=subprocess.PIPE,
             )

@@ -27,6 +27,7 @@ from megatron_dppo.system.processes import (
     kill_families,
     start_fed,
 )
+from megatron_dppo.system.secret_variables import hide_secrets
 
 MODULE = "megatron_dppo.launch.remote_process"
 STOP = b"stop\n"
@@ -60,6 +61,8 @@ def header(commands: Sequence[RemoteCommand]) -> bytes:
 
 def main() -> int:
     """Start the commands, wait until they have ended or the supervisor is gone, and return the exit code."""
+    # The first line has the keys of the commands.
+    hide_secrets()
     adopt_orphans()
     commands = [RemoteCommand(**values) for values in json.loads(_read_line())]
     processes: list[subprocess.Popen[bytes]] = []

@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
 from megatron_dppo.launch.library_checks import check_in_child
 from megatron_dppo.launch.local import RankGroup
+from megatron_dppo.launch.remote_process import RemoteCommand, header
 from megatron_dppo.rewards import RewardInput
 from megatron_dppo.rewards.verifier import Verifier, VerifierError
 from megatron_dppo.system.secret_variables import (
@@ -27,6 +29,7 @@ from megatron_dppo.system.secret_variables import (
     withheld_hint,
     worker_environment,
 )
+from tests.patience import Patience, family_of
 from tests.ranks import ROOT
 
 KEYS = {
@@ -184,6 +187,28 @@ def test_the_same_users_processes_can_not_read_one_that_has_keys(variables, open
         command = [sys.executable, "-c", DEFINE_BECOME_USER + OPEN_FILES, str(pid)]
         done = subprocess.run(command, env=PLAIN, check=True, capture_output=True)
         assert json.loads(done.stdout) == opened
+
+
+def test_the_same_users_processes_can_not_read_the_starter_of_a_hosts_commands():
+    """The starter's standard input has the keys of all commands of the host."""
+    command = RemoteCommand(["sleep", "60"], PLAIN, '{"HF_TOKEN": "hf-4711"}', "/dev/null", "/")
+    code = (
+        "from megatron_dppo.launch.remote_process import main\n"
+        "become_user()\n"
+        "reading, writing = os.pipe()\n"
+        f"os.write(writing, {header([command])!r})\n"
+        "os.dup2(reading, 0)\n"
+        "print('[]', flush=True)\n"
+        "sys.exit(main())\n"
+    )
+    with run_code(PLAIN, code) as (pid, _):
+        patience = Patience(60, lambda: family_of(pid))
+        while not any(child.name() == "sleep" for child in psutil.Process(pid).children()):
+            assert not patience.is_exhausted()
+            time.sleep(0.02)
+        reader = [sys.executable, "-c", DEFINE_BECOME_USER + OPEN_FILES, str(pid)]
+        done = subprocess.run(reader, env=PLAIN, check=True, capture_output=True)
+        assert json.loads(done.stdout) == []
 
 
 # --- the processes of a run
