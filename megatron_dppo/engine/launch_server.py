@@ -42,7 +42,7 @@ from megatron_dppo.engine.adapter_digests import VARIABLE, register_digests
 from megatron_dppo.engine.options import HOSTS_VARIABLE
 from megatron_dppo.system import interfaces, network, processes, scratch, secret_variables
 from megatron_dppo.system.gpus import has_visible_gpu
-from megatron_dppo.system.toolkit import offer_tools
+from megatron_dppo.system.toolkit import offer_runtime, offer_tools
 
 _NAME_VARIABLE = "MEGATRON_DPPO_PRIVATE_NAME"
 _PRIVATE_UMASK = 0o077
@@ -228,7 +228,7 @@ def main() -> None:
     keys = json.load(sys.stdin)
     # SGLang looks for ninja on PATH, and for CUDA's toolkit in CUDA_HOME. So first set both variables for this machine.
     if has_visible_gpu():
-        tool_messages = offer_tools(os.environ)
+        tool_messages = [*offer_tools(os.environ), *offer_runtime(os.environ)]
         print(*tool_messages, sep="\n", flush=True)
     # Spawned processes read this variable, and end with this process.
     os.environ[_PARENT_VARIABLE] = str(os.getpid())

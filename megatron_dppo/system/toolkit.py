@@ -6,12 +6,13 @@ SGLang's CUDA server compiles kernels at its start with ninja and with the toolk
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 USUAL_HOME = Path("/usr/local/cuda")
@@ -83,9 +84,81 @@ def offer_cudnn(environment: MutableMapping[str, str]) -> list[str]:
     """
     if environment.get("CUDNN_HOME") or environment.get("CUDNN_PATH"):
         return []
-    for folder in sys.path:
-        home = Path(folder) / "nvidia" / "cudnn"
+    for home in _wheel_folders("cudnn"):
         if any(home.glob("lib/libcudnn.so*")):
             environment["CUDNN_HOME"] = str(home)
             return [f"CUDNN_HOME={home}"]
     return []
+
+
+def load_cudnn(environment: Mapping[str, str]) -> list[str]:
+    """Load every part of the cuDNN in CUDNN_HOME or CUDNN_PATH, with symbols that later libraries can use.
+
+    Transformer Engine's library needs parts such as ``libcudnn_graph.so.9``, and has no run path to them. Transformer
+    Engine loads ``libcudnn.so.9`` alone if the CUDA toolkit has nvrtc or curand
+    (``transformer_engine/common/__init__.py``). Returns a line for the log for each part that does not load. Not yet
+    run on a GPU.
+    """
+    home = environment.get("CUDNN_HOME") or environment.get("CUDNN_PATH")
+    if not home:
+        return []
+    messages = []
+    for folder in ("lib", "lib64"):
+        for part in sorted(Path(home, folder).glob("libcudnn*.so.[0-9]*")):
+            try:
+                ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                messages.append(f"cuDNN: {part.name} does not load: {error}")
+    return messages
+
+
+def offer_runtime(environment: MutableMapping[str, str]) -> list[str]:
+    """Append the folder of the wheel's CUDA runtime to LD_LIBRARY_PATH, for processes that this process starts.
+
+    SGLang preloads torch_memory_saver's library in the processes of a colocated server. That library needs
+    ``libcudart.so`` and has no run path to it. Returns a line for the log; an empty list if the interpreter has no such
+    wheel. Not yet run on a GPU.
+    """
+    for wheel in ("cu13", "cuda_runtime"):
+        for home in _wheel_folders(wheel):
+            folder = home / "lib"
+            if any(folder.glob("libcudart.so.*")):
+                earlier_folders = environment.get("LD_LIBRARY_PATH")
+                folders = [earlier_folders, str(folder)] if earlier_folders else [str(folder)]
+                environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
+                return [f"LD_LIBRARY_PATH has {folder}"]
+    return []
+
+
+def preload_fault(cuda_major: str) -> str | None:
+    """Return why torch_memory_saver's library for CUDA ``cuda_major`` can't be preloaded; None if it can.
+
+    A process without torch loads the library, as the loader does in the processes of a colocated server: torch would
+    have loaded the CUDA runtime already.
+    """
+    pattern = f"torch_memory_saver_hook_mode_preload_cu{cuda_major}*.so"
+    libraries = [path for folder in sys.path for path in Path(folder).glob(pattern)]
+    if not libraries:
+        return f"no {pattern} in the servers' environment"
+    environment = dict(os.environ)
+    offer_runtime(environment)
+    program = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
+    completed = subprocess.run(
+        [sys.executable, "-c", program, str(libraries[0])],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    if completed.returncode == 0:
+        return None
+    return completed.stderr.strip().splitlines()[-1]
+
+
+def _wheel_folders(name: str) -> Iterator[Path]:
+    """Yield this interpreter's folders of NVIDIA's wheel ``name``."""
+    for folder in sys.path:
+        home = Path(folder) / "nvidia" / name
+        if home.is_dir():
+            yield home

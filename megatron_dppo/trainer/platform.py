@@ -144,6 +144,8 @@ def prepare() -> None:
         _environment_lines.extend(set_missing_variables(os.environ))
         _environment_lines.extend(toolkit.offer_tools(os.environ))
         _environment_lines.extend(toolkit.offer_cudnn(os.environ))
+        if has_transformer_engine():
+            _environment_lines.extend(toolkit.load_cudnn(os.environ))
     if has_cuda():
         _environment_lines.append(_WGRAD_LINES[fused_weight_gradients()])
         if not has_transformer_engine():

@@ -55,6 +55,7 @@ class Needs:
         ports: TCP ports that must be free.
         pythons: interpreter by role, ``trainer`` and ``engine``.
         requirements: pinned packages by role, as pip's requirement specifiers.
+        memory_saver: whether servers release their GPUs' memory, for which SGLang preloads a library.
     """
 
     gpus: int
@@ -67,6 +68,7 @@ class Needs:
     ports: tuple[int, ...]
     pythons: Mapping[str, str]
     requirements: Mapping[str, tuple[str, ...]]
+    memory_saver: bool = False
 
 
 def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Needs:
@@ -98,6 +100,7 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
         ports=tuple(ports),
         pythons=pythons,
         requirements={role: _pins(extra) for role, extra in extras.items()},
+        memory_saver=config.engine.placement == "colocated",
     )
 
 

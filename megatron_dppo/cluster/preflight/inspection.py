@@ -131,6 +131,27 @@ def fused_weight_gradients() -> str:
     return "not built"
 
 
+def transformer_engine_fault() -> str | None:
+    """Return what an installed Transformer Engine lacks; None if it is complete, or not installed.
+
+    ``make setup GPU=1`` compiles the extension after it has installed the Python package. SGLang imports Megatron-Core
+    and with it Transformer Engine, so a package without its extension ends servers too.
+    """
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or spec.origin is None:
+        return None
+    package = Path(spec.origin).parent
+    # Transformer Engine looks for the extension in these folders.
+    folders = {package.parent, package, package / "wheel_lib", Path(sysconfig.get_path("purelib"))}
+    for folder in folders:
+        if any(folder.glob("transformer_engine_torch*.so")):
+            return None
+    return (
+        f"Transformer Engine in {package} has no transformer_engine_torch*.so, its extension for torch: run make setup "
+        f"GPU=1 to its end, or uninstall transformer-engine"
+    )
+
+
 def missing_for_triton() -> list[str]:
     """Return what Triton lacks, a compiler or a header: Triton compiles a launcher in C for each kernel."""
     compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
@@ -152,5 +173,6 @@ if __name__ == "__main__":
         "cuda": torch_cuda(),
         "fused_weight_gradients": fused_weight_gradients(),
         "missing_for_triton": missing_for_triton(),
+        "transformer_engine": transformer_engine_fault(),
     }
     print(json.dumps(answer))

@@ -196,7 +196,8 @@ def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
     - A package does not have its pinned version, or not the same version on all nodes.
     - The kernels for weight gradients differ between nodes.
     - NCCL differs between nodes, or between trainer and engine.
-    - On GPUs: Triton lacks a tool, or Transformer Engine would load another version of cuDNN than torch.
+    - On GPUs: Triton lacks a tool, Transformer Engine lacks its extension, or it would load another version of cuDNN
+      than torch.
     """
     for role, pins in needs.requirements.items():
         packages = {host: roles[role]["packages"] for host, roles in evidence.items()}
@@ -209,6 +210,7 @@ def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
     yield from _judge_nccl(evidence)
     if needs.gpus:
         yield from _judge_triton_tools(evidence)
+        yield from _judge_transformer_engine(evidence)
         yield from _judge_cudnn(evidence)
     kernels = {h: roles["trainer"].get("fused_weight_gradients") for h, roles in evidence.items()}
     yield from outlier_findings("kernels for weight gradients", kernels)
@@ -236,6 +238,17 @@ def _judge_triton_tools(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
             missing_tools = " and ".join(inspection["missing_for_triton"])
             if missing_tools:
                 yield Finding(host, f"{role}'s {missing_tools}", "not there", expectation)
+
+
+def _judge_transformer_engine(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+    """Report an installation of Transformer Engine without its extension, in the trainer's and the engine's Python."""
+    for host, roles in evidence.items():
+        for role, inspection in roles.items():
+            fault = inspection["transformer_engine"]
+            if fault is not None:
+                yield Finding(
+                    host, f"{role}'s Transformer Engine", fault, "a complete installation"
+                )
 
 
 def _judge_cudnn(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:

@@ -46,20 +46,24 @@ def collect_toolkit(site: Site) -> dict[str, Any]:
     if not site.needs.gpus or python is None:
         return {"skipped": "no server of this run compiles for a GPU"}
     torch_cuda = site.evidence.get("pythons", {}).get("engine", {}).get("cuda")
-    return toolkit_here(python, torch_cuda)
+    return toolkit_here(python, torch_cuda, memory_saver=site.needs.memory_saver)
 
 
-def toolkit_here(python: str, torch_cuda: str | None) -> dict[str, Any]:
+def toolkit_here(
+    python: str, torch_cuda: str | None, *, memory_saver: bool = False
+) -> dict[str, Any]:
     """Return the tools with which a server on this machine would compile kernels.
 
     Args:
         python: the interpreter of the servers.
         torch_cuda: the version of CUDA that the interpreter's torch was built for.
+        memory_saver: whether the servers will preload torch_memory_saver's library.
 
     Returns:
         ``home`` and ``version`` of the toolkit, ``ninja``'s path, the ``driver``'s version, ``cuda`` (``torch_cuda``),
-        and ``failed``, the first error of the compilation. A missing tool or version is None. ``failed`` is None if
-        the compilation succeeds, and if nothing can be compiled without ``home`` and ``version``.
+        ``failed``, the first error of the compilation, and ``preload``, the error of preloading torch_memory_saver's
+        library. A missing tool or version is None. ``failed`` is None if the compilation succeeds, and if nothing can
+        be compiled without ``home`` and ``version``. ``preload`` is None if the library loads or is not needed.
     """
     path = cuda_toolkit.tool_path(os.environ, python)
     home = cuda_toolkit.toolkit_home(os.environ)
@@ -67,6 +71,9 @@ def toolkit_here(python: str, torch_cuda: str | None) -> dict[str, Any]:
     failed = None
     if home is not None and version:
         failed = _compile(home, {**os.environ, "PATH": path})
+    preload = None
+    if memory_saver and torch_cuda is not None:
+        preload = _preload(python, torch_cuda.partition(".")[0])
     return {
         "ninja": shutil.which("ninja", path=path),
         "driver": gpus.driver_version(),
@@ -74,7 +81,28 @@ def toolkit_here(python: str, torch_cuda: str | None) -> dict[str, Any]:
         "home": None if home is None else str(home),
         "version": version,
         "failed": failed,
+        "preload": preload,
     }
+
+
+_PRELOAD = "import sys; from megatron_dppo.system import toolkit; print(toolkit.preload_fault(sys.argv[1]) or '')"
+
+
+def _preload(python: str, cuda_major: str) -> str | None:
+    """Return :func:`megatron_dppo.system.toolkit.preload_fault` of the servers' interpreter."""
+    try:
+        completed = subprocess.run(
+            [python, "-c", _PRELOAD, cuda_major],
+            timeout=_COMPILE_S,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if completed.returncode:
+        return completed.stderr.strip().splitlines()[-1]
+    return completed.stdout.strip() or None
 
 
 def _compile(home: Path, environment: Mapping[str, str]) -> str | None:
@@ -139,6 +167,9 @@ def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
         yield Finding(host, subject, f"{version} in {home}", expected_version)
     elif entry["failed"] is not None:
         yield Finding(host, f"compiling with {home}", entry["failed"], "a library of one kernel")
+    if entry["preload"] is not None:
+        expectation = "a library that loads without torch: colocated servers preload it"
+        yield Finding(host, "torch_memory_saver", entry["preload"], expectation)
     if entry["ninja"] is None:
         expectation = "in the servers' environment, or on PATH: SGLang builds kernels with it"
         yield Finding(host, "ninja", "none", expectation)
@@ -161,8 +192,12 @@ def compiler_faults(engine: EngineConfig) -> Iterator[str]:
         return
     python = engine.python or sys.executable
     try:
-        toolkit = toolkit_here(python, inspect_python(python)["cuda"])
+        inspection = inspect_python(python)
     except CheckError as error:
         yield f"engine.python: {error}"
         return
+    memory_saver = engine.placement == "colocated"
+    toolkit = toolkit_here(python, inspection["cuda"], memory_saver=memory_saver)
+    if inspection["transformer_engine"] is not None:
+        yield f"engine.python: {inspection['transformer_engine']}"
     yield from map(str, toolkit_findings("this machine", toolkit))

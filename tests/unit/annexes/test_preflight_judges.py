@@ -123,7 +123,12 @@ def test_lines_of_nvidia_smi_become_gpus():
 
 def python(nccl="2.29.7", **packages):
     packages = {"torch": "2.13.0", **packages}
-    return {"nccl": nccl, "packages": packages, "missing_for_triton": []}
+    return {
+        "nccl": nccl,
+        "packages": packages,
+        "missing_for_triton": [],
+        "transformer_engine": None,
+    }
 
 
 def roles(trainer, engine):
@@ -168,6 +173,16 @@ def test_nodes_with_and_without_apexs_kernel_are_not_mixed():
     needs = replace(NEEDS, requirements={"trainer": ()})
     assert summaries(judge_pythons(evidence, needs)) == [
         ("c", "kernels for weight gradients", "not built")
+    ]
+
+
+def test_an_incomplete_transformer_engine_is_named_for_each_role():
+    incomplete = python() | {"transformer_engine": "no transformer_engine_torch*.so"}
+    evidence = {"a": roles(python(), incomplete), "b": roles(incomplete, python())}
+    needs = replace(NEEDS, requirements={"trainer": (), "engine": ()})
+    assert summaries(judge_pythons(evidence, needs)) == [
+        ("a", "engine's Transformer Engine", "no transformer_engine_torch*.so"),
+        ("b", "trainer's Transformer Engine", "no transformer_engine_torch*.so"),
     ]
 
 

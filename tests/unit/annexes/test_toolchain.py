@@ -1,5 +1,6 @@
 """The search and the trial of the compiler that SGLang's server calls: with scripts in its place, and the real one."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from megatron_dppo.cluster.preflight.toolkit import (
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.system import gpus, toolkit
 from tests.messages import mentions
+from tests.ranks import ROOT
 from tests.unit.annexes.test_preflight_judges import NEEDS
 
 REAL = toolkit.toolkit_home(os.environ)
@@ -56,6 +58,26 @@ def make_toolkit(home: Path, *, version="13.0", compile=COMPILES, lib64=True) ->
         (home / "lib64").mkdir()
         subprocess.run(library, cwd=home / "lib64", input=b"int cudart;", check=True)
     return home
+
+
+def build_library(path: Path, source: str, *needed: Path) -> None:
+    """Build the shared library ``path``, which needs the libraries ``needed`` and has no run path to them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [
+        "cc",
+        "-x",
+        "c",
+        "-",
+        "-shared",
+        "-fPIC",
+        "-o",
+        str(path),
+        f"-Wl,-soname,{path.name}",
+    ]
+    command += ["-Wl,--no-as-needed"]
+    for library in needed:
+        command += [f"-L{library.parent}", f"-l:{library.name}"]
+    subprocess.run(command, input=source.encode(), check=True)
 
 
 def texts(found) -> list[str]:
@@ -129,6 +151,7 @@ def test_a_missing_toolkit_compiler_or_ninja_is_named(tmp_path, monkeypatch):
 
 def test_a_driver_that_is_too_old_for_torch_is_named():
     fine = {"ninja": "/n", "home": "/c", "version": "13.0", "failed": None, "cuda": "13.0"}
+    fine["preload"] = None
     evidence = {"a": {**fine, "driver": "570.1"}, "b": {**fine, "driver": "580.2"}}
     (finding,) = texts(judge_toolkit(evidence, NEEDS))
     assert mentions(finding, "a: driver", "570.1", 580, "13.0")
@@ -143,6 +166,81 @@ def test_a_start_on_this_machines_gpus_asks_for_the_servers_compiler(tmp_path, m
     (problem,) = compiler_faults(engine)
     assert problem.startswith("this machine: CUDA toolkit: got no CUDA_HOME, no nvcc on PATH")
     assert list(compiler_faults(engine.model_copy(update={"device": "cpu"}))) == []
+
+
+def test_a_colocated_servers_memory_library_must_load_without_torch(tmp_path):
+    saver = tmp_path / "site" / "torch_memory_saver_hook_mode_preload_cu99.abi3.so"
+    runtime = tmp_path / "site" / "nvidia" / "cu13" / "lib" / "libcudart.so.99"
+    build_library(runtime, "int cudart(void) { return 1; }")
+    build_library(saver, "int cudart(void); int saver(void) { return cudart(); }", runtime)
+    python = write_program(
+        tmp_path / "env" / "python",
+        f'#!/bin/sh\nPYTHONPATH={tmp_path}/site:{ROOT} exec {sys.executable} "$@"\n',
+    )
+    assert toolkit_here(str(python), "99.0", memory_saver=True)["preload"] is None
+    runtime.unlink()
+    evidence = toolkit_here(str(python), "99.0", memory_saver=True)
+    finding = next(text for text in texts(judge_toolkit({"a": evidence}, NEEDS)) if "saver" in text)
+    assert mentions(finding, "a: torch_memory_saver", "libcudart.so.99")
+    saver.unlink()
+    assert saver.name[:40] in toolkit_here(str(python), "99.0", memory_saver=True)["preload"]
+    assert toolkit_here(str(python), "99.0")["preload"] is None
+
+
+def test_the_runtimes_folder_comes_after_the_users_folders(tmp_path, monkeypatch):
+    folder = tmp_path / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    environment = {"LD_LIBRARY_PATH": "/site"}
+    assert toolkit.offer_runtime(environment) == []
+    (folder / "libcudart.so.13").touch()
+    toolkit.offer_runtime(environment)
+    assert environment == {"LD_LIBRARY_PATH": f"/site:{folder}"}
+
+
+def test_transformer_engines_library_finds_all_parts_of_cudnn(tmp_path):
+    home = tmp_path / "nvidia" / "cudnn"
+    main, graph = (home / "lib" / f"libcudnn{part}.so.9" for part in ("", "_graph"))
+    library = tmp_path / "libtransformer_engine.so"
+    build_library(main, "int cudnn(void) { return 1; }")
+    build_library(graph, "int graph(void) { return 2; }")
+    build_library(library, "int graph(void); int attention(void) { return graph(); }", graph)
+    (home / "lib" / "libcudnn_damaged.so.9").write_text("no library")
+    program = """if True:
+        import ctypes, os, sys
+        from megatron_dppo.system import toolkit
+        ctypes.CDLL(os.environ["CUDNN_HOME"] + "/lib/libcudnn.so.9", mode=ctypes.RTLD_GLOBAL)
+        if sys.argv[2] == "load":
+            print(*toolkit.load_cudnn(os.environ))
+        print(ctypes.CDLL(sys.argv[1]).attention())
+    """
+
+    def load(choice):
+        return subprocess.run(
+            [sys.executable, "-c", program, str(library), choice],
+            env=os.environ | {"CUDNN_HOME": str(home), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert "libcudnn_graph.so.9: cannot open shared object" in load("leave").stderr
+    loaded = load("load")
+    assert loaded.stdout.split()[-1] == "2"
+    assert "libcudnn_damaged.so.9 does not load" in loaded.stdout
+
+
+def test_an_installation_without_its_extension_is_incomplete(tmp_path, monkeypatch):
+    package = tmp_path / "transformer_engine"
+    (package / "wheel_lib").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(inspection.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert inspection.transformer_engine_fault() is None
+    (package / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert mentions(inspection.transformer_engine_fault(), package, "make setup GPU=1")
+    (package / "wheel_lib" / "transformer_engine_torch.cpython-312.so").touch()
+    assert inspection.transformer_engine_fault() is None
 
 
 @pytest.mark.parametrize(("line", "version"), [("'13.0'", "13.0"), ("None", None)])

@@ -7,7 +7,11 @@ from collections.abc import Iterator
 
 from megatron_dppo.cluster.preflight.evidence import CheckError
 from megatron_dppo.cluster.preflight.gpus import gpus_here
-from megatron_dppo.cluster.preflight.inspection import nccl_version, package_version
+from megatron_dppo.cluster.preflight.inspection import (
+    nccl_version,
+    package_version,
+    transformer_engine_fault,
+)
 from megatron_dppo.diagnostics.gpu_check import Bench, CheckRow, part
 
 PACKAGES = (
@@ -39,6 +43,9 @@ def machine(bench: Bench) -> Iterator[CheckRow]:
     yield CheckRow("Python", sys.version.split()[0])
     for name in PACKAGES:
         yield CheckRow(name, package_version(name) or "not installed")
+    fault = transformer_engine_fault()
+    if fault is not None:
+        yield CheckRow("Transformer Engine", fault, "a complete installation", False)
     yield CheckRow("NCCL", nccl_version() or "none")
     if bench.gpus:
         yield _torch_sees(bench.gpus)
