@@ -122,6 +122,7 @@ class ConfigFacts:
         self,
         rotary_fraction: float = 1,
         *,
+        theta_default: float = 1e4,
         accepts_yarn: bool = False,
         accepts_untruncated_yarn: bool = False,
     ) -> tuple[float, RopeScaling | None]:
@@ -143,7 +144,7 @@ class ConfigFacts:
         for table in (self.values, nested):
             self.of_table(table).require("partial_rotary_factor", rotary_fraction, rotary_fraction)
         facts = self.of_table({**self.values, **nested})
-        theta = facts.number("rope_theta", 10000.0)
+        theta = facts.number("rope_theta", theta_default)
         self.read |= {"rope_type", "type"}
         kind = nested.get("rope_type", nested.get("type", "default"))
         if kind == "default":
@@ -236,6 +237,7 @@ def read_decoder_shape(
     *,
     head_dim_default: int | None = None,
     key_value_heads_default: int | None = None,
+    theta_default: float = 1e4,
     rotary_fraction: float = 1,
     accepts_untruncated_yarn: bool = False,
     **extra: Any,
@@ -248,6 +250,7 @@ def read_decoder_shape(
         head_dim_default: transformers' default if the file has no ``head_dim``; None: hidden size / heads.
         key_value_heads_default: transformers' default if the file has no ``num_key_value_heads``; None: as many as
             ``num_attention_heads``.
+        theta_default: transformers' default if the file has no ``rope_theta``.
         rotary_fraction: the part of each head that the family rotates.
         accepts_untruncated_yarn: whether the family's models may have YaRN, with ``truncate`` true or false.
         extra: fields of ModelShape to add or to replace.
@@ -264,6 +267,7 @@ def read_decoder_shape(
     hidden = facts.positive("hidden_size")
     theta, scaling = facts.rope(
         rotary_fraction,
+        theta_default=theta_default,
         accepts_yarn="latent" in extra or accepts_untruncated_yarn,
         accepts_untruncated_yarn=accepts_untruncated_yarn,
     )
@@ -1242,6 +1246,7 @@ def read_glm4_moe(facts: ConfigFacts) -> ModelShape:
         facts,
         "glm4_moe",
         Router("sigmoid", has_bias=True),
+        key_value_heads_default=8,
         rotary_fraction=0.5,
         norms_heads=facts.flag("use_qk_norm", False),
         dense_layers=read_first_layers(facts, 1),
@@ -1433,6 +1438,7 @@ def read_minimax_m2(facts: ConfigFacts) -> ModelShape:
         facts,
         "minimax_m2",
         key_value_heads_default=8,
+        theta_default=5e6,
         rotary_fraction=rotary_dim / head_dim,
         head_dim=head_dim,
         num_experts=facts.positive("num_local_experts", "num_experts"),
@@ -1676,6 +1682,9 @@ def read_hy_v3(facts: ConfigFacts) -> ModelShape:
     return read_decoder_shape(
         facts,
         "hy_v3",
+        head_dim_default=128,
+        key_value_heads_default=8,
+        theta_default=11_158_840,
         num_experts=facts.positive("num_experts", "num_local_experts"),
         experts_per_token=facts.positive("num_experts_per_tok"),
         moe_ffn_hidden_size=width,
@@ -1801,6 +1810,17 @@ def read_qwen3_5_moe(facts: ConfigFacts) -> ModelShape:
     return _read_qwen3_5(facts, "qwen3_5_moe")
 
 
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""The rotary parameters that transformers assumes for a gpt-oss without a table of them."""
+
+
 def _gpt_oss_packed(name: str, *, transposed: bool) -> PackedExperts:
     """Return the packed tensor ``name`` of a gpt-oss file.
 
@@ -1886,14 +1906,15 @@ def read_gpt_oss(facts: ConfigFacts) -> ModelShape:
     # ``original_max_position_embeddings``.
     facts.require("experts_per_token", experts_per_token, experts_per_token)
     facts.ignore("initial_context_length")
-    if not facts.values.get("rope_scaling") and not facts.values.get("rope_parameters"):
-        facts.fault("rope_parameters is missing, expected a table")
+    if facts.values.get("rope_parameters") is None and not facts.values.get("rope_scaling"):
+        facts = facts.of_table({**facts.values, "rope_parameters": _GPT_OSS_ROPE})
     width = facts.positive("intermediate_size")
     return read_decoder_shape(
         facts,
         "gpt_oss",
         head_dim_default=64,
         key_value_heads_default=8,
+        theta_default=150_000,
         accepts_untruncated_yarn=True,
         num_experts=facts.positive("num_local_experts", "num_experts"),
         experts_per_token=experts_per_token,

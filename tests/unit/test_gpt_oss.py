@@ -100,7 +100,6 @@ def test_a_file_that_transformers_saves_is_the_same_model(tmp_path: Path) -> Non
         ({"experts_per_token": 8}, "experts_per_token"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"layer_types": ["chunked_attention"] * 24}, "layer_types"),
-        ({"rope_scaling": None}, "rope_parameters"),
         ({"sliding_window": 0}, "sliding_window"),
         ({"swiglu_limit": -1}, "swiglu_limit"),
         ({"clip_qkv": 8}, "clip_qkv"),
