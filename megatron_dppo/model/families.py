@@ -1019,6 +1019,11 @@ def _check_relations(shape: ModelShape, facts: ConfigFacts) -> None:
         facts.fault(
             f"num_experts_per_tok is {shape.experts_per_token}, expected at most the {shape.num_experts} experts"
         )
+    if shape.experts_per_token == 1 and shape.norm_topk_prob:
+        facts.fault(
+            "num_experts_per_tok is 1, expected at least 2: the model divides the weights of a token's experts by "
+            "their sum, and Megatron-Core does not divide the weight of a single expert"
+        )
 
 
 def declares(model_type: str, architecture: str, **fields: Any) -> Callable[[ReadShape], ReadShape]:
@@ -1174,8 +1179,6 @@ def read_sigmoid_router(facts: ConfigFacts, default: Router) -> Router:
     groups = facts.positive("n_group", default=default.groups)
     chosen_groups = facts.positive("topk_group", default=default.chosen_groups)
     experts_per_token = facts.positive("num_experts_per_tok")
-    if experts_per_token == 1:
-        facts.fault("num_experts_per_tok is 1, expected at least 2 for a router of sigmoids")
     if groups == chosen_groups:
         # A choice of all groups has no effect.
         groups = chosen_groups = 1

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from megatron_dppo.model.errors import UnsupportedModelError
-from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
-from tests.unit.published_configs import written
+from megatron_dppo.model.families import (
+    FAMILIES,
+    load_model_shape,
+    unknown_key_warnings,
+    with_language_model_values,
+)
+from tests.unit.published_configs import published_family, written
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 4,
@@ -125,3 +130,23 @@ def test_an_unknown_key_of_a_rope_table_is_a_warning_with_its_value(tmp_path: Pa
     (warning,) = unknown_key_warnings(written(tmp_path, QWEN3_MOE | {"rope_parameters": table}))
     assert "rope_parameters.wobble" in warning
     assert "0.25" in warning
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_renormalised_router_with_one_expert_a_token_is_refused(
+    tmp_path: Path, family: str
+) -> None:
+    values = published_family(family)
+    shape = load_model_shape(written(tmp_path, values))
+    one_expert = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    if "experts_per_token" in values:
+        one_expert["experts_per_token"] = 1
+    folder = written(tmp_path, with_language_model_values(values, one_expert))
+    if not shape.is_moe or not shape.norm_topk_prob:
+        # Megatron-Core and the model give the expert the weight that its softmax has over all experts.
+        assert load_model_shape(folder).experts_per_token == shape.is_moe
+        return
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model_shape(folder)
+    (line,) = caught.value.faults
+    assert "num_experts_per_tok is 1, expected at least 2" in line
