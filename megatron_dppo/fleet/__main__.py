@@ -4,7 +4,8 @@
 
 ``add URL`` attaches an SGLang server that was started elsewhere, and prints the result of the trainer's checks. If the
 server passes, it generates for the run from the next weight update on. ``remove URL`` detaches a server at the next
-update. Attached servers use the trainer's keys MEGATRON_DPPO_API_KEY and MEGATRON_DPPO_ADMIN_API_KEY.
+update. Attached servers use the trainer's keys MEGATRON_DPPO_API_KEY and MEGATRON_DPPO_ADMIN_API_KEY. So ``add`` needs
+MEGATRON_DPPO_ADMIN_API_KEY, with the run's value.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_dppo.fleet.endpoint import RecordClient, record_of_command
-from megatron_dppo.fleet.record import NOT_EXAMINED, FleetRecord
+from megatron_dppo.fleet.record import NOT_EXAMINED, FleetRecord, attachment_seal
 from megatron_dppo.logging import aligned, fatal
 from megatron_dppo.system.errors import RunError
 
@@ -56,7 +57,7 @@ def _list(record: _Record, options: argparse.Namespace) -> int:
 
 
 def _add(record: _Record, options: argparse.Namespace) -> int:
-    server = record.attach(options.url)
+    server = record.attach(options.url, attachment_seal(options.url))
     print(f"{server.name} is attached", flush=True)
     # ``record_of_command`` returns the registry itself, instead of a client, if the run is not running.
     if isinstance(record, FleetRecord):

@@ -5,7 +5,7 @@ ranks on other hosts and the user's command need no consistent view of the run's
 
 A question needs a key. The admin key opens all questions. The endpoint also makes a second key, the key of commands,
 for commands on the run's own host. The key of commands opens only the questions of commands, and no SGLang server
-accepts it.
+accepts it. A command that attaches a server also needs the server's seal (``fleet/record.py``).
 """
 
 from __future__ import annotations
@@ -188,9 +188,9 @@ class RecordClient:
             return None
         return (router, self.keys(router))
 
-    def attach(self, url: str) -> Server:
+    def attach(self, url: str, seal: str) -> Server:
         """Call ``FleetRecord.attach``. Raises RecordLostError."""
-        return Server(**self._ask("attach", url=url))
+        return Server(**self._ask("attach", url=url, seal=seal))
 
     def detach(self, url: str) -> Server:
         """Call ``FleetRecord.detach``. Raises RecordLostError."""

@@ -12,10 +12,14 @@ Only the owner of the folder can read the folder. A file appears by a rename, so
 If a file is damaged in spite of this, or if another user owns or could write the file, it is renamed to
 ``*.json.damaged`` with a warning, and counts as missing. Neither file has API keys. For servers that the supervisor
 started, the ranks receive the keys in environment variables. The module loads no torch.
+
+The run sends its keys to attached servers. So a command that attaches one proves that it has the admin key: by the seal
+of the server's URL (``attachment_seal``). A server in ``fleet.json`` without its seal is dropped.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import os
@@ -52,7 +56,8 @@ T = TypeVar("T")
 class Server:
     """The address of a server and its origin: this run's supervisor, ``engine.urls``, or a command.
 
-    ``incarnation`` grows by one with each restart by the supervisor. Each attachment by command has a new incarnation.
+    ``incarnation`` grows by one with each restart by the supervisor. Each attachment by command has a new incarnation,
+    and its ``seal``.
     """
 
     name: str
@@ -60,6 +65,7 @@ class Server:
     incarnation: int = 0
     pid: int | None = None
     origin: Origin = "started"
+    seal: str = ""
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
@@ -166,14 +172,25 @@ class FleetRecord:
             self.ranks_start = None
             self._write()
 
-    def attach(self, url: str, origin: Origin = "command") -> Server:
-        """Add a server that runs elsewhere. Raises ValueError for a bad URL, and for a URL already in the registry."""
+    def attach(self, url: str, seal: str) -> Server:
+        """Add a server that runs elsewhere, for a command.
+
+        Raises ValueError for a bad URL, for a URL already in the registry, and for another ``seal`` than
+        ``attachment_seal``'s in the run's own environment.
+        """
+        name = attached_name(url)
+        if not _is_sealed(url, seal):
+            raise ValueError(
+                f"{url}: attaching a server needs the run's admin key, because the run sends its keys to the server: "
+                f"expected the {ADMIN_KEY_VARIABLE} with which the run was started. A run that was started without one "
+                "uses the servers of engine.urls only"
+            )
         # A second attachment of a URL has a new incarnation, so it counts as another server: states of the first
         # attachment do not apply to it.
-        incarnation = 0
-        if origin == "command":
-            incarnation = time.time_ns() // 1_000_000
-        server = Server(attached_name(url), url.rstrip("/"), incarnation, origin=origin)
+        incarnation = time.time_ns() // 1_000_000
+        return self._add(Server(name, url.rstrip("/"), incarnation, origin="command", seal=seal))
+
+    def _add(self, server: Server) -> Server:
         with self._lock:
             if any(other.url == server.url for other in self.servers()):
                 raise ValueError(f"{server.url} belongs to the fleet already")
@@ -197,7 +214,7 @@ class FleetRecord:
                 if server.origin == "config" and server.url not in configured_urls:
                     self.withdraw(server)
             for url in sorted(configured_urls - {server.url for server in self.servers()}):
-                self.attach(url, "config")
+                self._add(Server(attached_name(url), url, origin="config"))
 
     def report_lost(self, name: str, incarnation: int) -> None:
         """Ask the supervisor to replace this incarnation of a server, which runs but doesn't answer.
@@ -254,11 +271,21 @@ class FleetRecord:
         return self._status
 
     def read_attached(self) -> None:
-        """Add the servers that commands wrote into the file while there was no endpoint."""
+        """Add the servers that commands wrote into the file while there was no endpoint. Drop servers without a seal of
+        this run's admin key: their addresses must not receive keys."""
         with self._lock:
             for name, server in self._read().servers.items():
                 if server.origin == "command":
                     self._servers.setdefault(name, server)
+            for server in self.servers():
+                if server.origin == "command" and not _is_sealed(server.url, server.seal):
+                    log.warning(
+                        "%s: detached: %s does not show that it was attached with this start's %s; attach it again",
+                        server.url,
+                        self._file,
+                        ADMIN_KEY_VARIABLE,
+                    )
+                    self.withdraw(server)
 
     def _read(self) -> _Content:
         return read_own_json(self._file, _Content) or _Content()
@@ -277,6 +304,28 @@ class FleetRecord:
             if not self._runs:
                 raise
             log.warning("%s is not up to date: %s", self._file, error)
+
+
+def attachment_seal(url: str) -> str:
+    """Return the seal of a server's URL: its HMAC-SHA256 under the admin key in this process's environment.
+
+    Unlike the key, the seal may be sent and stored: it attaches this URL only. Raises ValueError for a bad URL, and
+    without the key.
+    """
+    attached_name(url)
+    key = os.environ.get(ADMIN_KEY_VARIABLE)
+    if not key:
+        raise ValueError(
+            f"{url}: attaching a server needs {ADMIN_KEY_VARIABLE}, as the run is started with it: the run sends its "
+            "keys to the server. Set it here too, or name the server in engine.urls"
+        )
+    return hmac.new(key.encode(), f"attach {url.rstrip('/')}".encode(), "sha256").hexdigest()
+
+
+def _is_sealed(url: str, seal: str) -> bool:
+    """Whether ``seal`` was made with the admin key of this process's environment."""
+    has_key = bool(os.environ.get(ADMIN_KEY_VARIABLE))
+    return has_key and hmac.compare_digest(seal.encode(), attachment_seal(url).encode())
 
 
 def attached_name(url: str) -> str:

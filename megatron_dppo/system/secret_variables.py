@@ -70,7 +70,7 @@ _PROGRAM_NAMES = re.compile(
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable holds a key: by its name, or by a value that has the form of a key or of an address with one."""
+    """Whether a variable holds a key: by its name, or by a value in the form of a key or of an address with one."""
     if name == SECRETS_VARIABLE:
         return False
     patterns = (_SECRET_VALUE, _KEY_BY_PREFIX)

@@ -129,8 +129,7 @@ def main() -> int:
         command = [sys.executable, "-c", prelude + spec["rank"]]
         outputs = [directory.rank_output(rank) for rank in range(spec["world_size"])]
         record = directory.fleet
-        for url in spec["attached"]:
-            record.attach(url)
+        record.sync_configured(spec["attached"])
 
         def supervised_server(name: str, codes: list[str]) -> SupervisedServer:
             def make_engine(incarnation: int) -> StandInEngine:

@@ -12,6 +12,11 @@ from megatron_dppo.fleet.endpoint import FleetEndpoint
 from megatron_dppo.fleet.record import ROUTER, FleetRecord, Server
 
 
+@pytest.fixture(autouse=True)
+def admin_key(monkeypatch):
+    monkeypatch.setenv("MEGATRON_DPPO_ADMIN_API_KEY", "key")
+
+
 def test_a_server_is_attached_listed_and_detached(tmp_path, capsys):
     record = FleetRecord(tmp_path)
     record.publish(Server("engine0", "http://127.0.0.1:1", 2, 5))

@@ -27,7 +27,7 @@ from megatron_dppo.fleet.endpoint import (
     control_host,
     record_of_command,
 )
-from megatron_dppo.fleet.record import ROUTER, FleetRecord, Keys, Server
+from megatron_dppo.fleet.record import ROUTER, FleetRecord, Keys, Server, attachment_seal
 from megatron_dppo.logging import FatalError
 from megatron_dppo.system import http_server
 from megatron_dppo.system.files import write_private
@@ -37,6 +37,11 @@ KEY = "the admin key"
 KEYS = Keys("user", KEY)
 HERE = Server("engine0", "http://127.0.0.1:30000", 3, 17)
 OTHER = "http://10.0.0.9:3"
+
+
+@pytest.fixture(autouse=True)
+def key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DPPO_ADMIN_API_KEY", KEY)
 
 
 @pytest.fixture
@@ -97,7 +102,7 @@ def test_a_report_on_what_is_no_server_is_dropped(
 def test_an_attached_server_is_nobodys_to_replace(
     record: FleetRecord, remote: RecordClient
 ) -> None:
-    elsewhere = remote.attach(OTHER)
+    elsewhere = remote.attach(OTHER, attachment_seal(OTHER))
     remote.report_lost(elsewhere)
     assert record.take_report(elsewhere.name) is None
 
@@ -107,7 +112,7 @@ def test_without_the_admin_key_nothing_is_told_or_changed(
     record: FleetRecord, endpoint: FleetEndpoint, key: str | None
 ) -> None:
     stranger = RecordClient(endpoint.url, Keys("user", key))
-    for action in (stranger.servers, lambda: stranger.attach(OTHER)):
+    for action in (stranger.servers, lambda: stranger.attach(OTHER, attachment_seal(OTHER))):
         with pytest.raises(ValueError, match="key"):
             action()
     assert record.servers() == []
@@ -119,7 +124,7 @@ def test_the_key_in_the_file_opens_what_commands_ask_and_no_more(
     address = address_of(record)
     assert address is not None
     command = RecordClient(endpoint.url, Keys(admin=Path(address.key_file).read_text()))
-    attached = command.attach(OTHER)
+    attached = command.attach(OTHER, attachment_seal(OTHER))
     assert command.servers() == record.servers() == [attached]
     assert command.status() == {}
     refused: list[Callable[[], object]] = [
@@ -132,6 +137,32 @@ def test_the_key_in_the_file_opens_what_commands_ask_and_no_more(
         with pytest.raises(ValueError, match="key"):
             action()
     command.detach(OTHER)
+    assert record.servers() == []
+
+
+def test_the_key_of_commands_attaches_no_server_without_its_seal(
+    record: FleetRecord, endpoint: FleetEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = address_of(record)
+    assert address is not None
+    client = RecordClient(endpoint.url, Keys(admin=Path(address.key_file).read_text()))
+    for seal in ("", attachment_seal("http://10.0.0.9:4"), "ü"):
+        with pytest.raises(ValueError, match="MEGATRON_DPPO_ADMIN_API_KEY"):
+            client.attach(OTHER, seal)
+    seal = attachment_seal(OTHER)
+    monkeypatch.delenv("MEGATRON_DPPO_ADMIN_API_KEY")
+    with pytest.raises(ValueError, match=r"engine\.urls"):
+        client.attach(OTHER, seal)
+    assert record.servers() == []
+
+
+@pytest.mark.usefixtures("endpoint")
+def test_the_command_attaches_no_server_without_the_admin_key(
+    record: FleetRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_DPPO_ADMIN_API_KEY")
+    with pytest.raises(FatalError, match="MEGATRON_DPPO_ADMIN_API_KEY"):
+        run(record.path.parent, "add", OTHER)
     assert record.servers() == []
 
 
@@ -362,7 +393,7 @@ def test_without_a_run_a_file_that_cannot_be_written_is_an_error(record: FleetRe
     command_record = record_of_command(str(record.path.parent))
     block_file(record)
     with pytest.raises(IsADirectoryError):
-        command_record.attach(OTHER)
+        command_record.attach(OTHER, attachment_seal(OTHER))
 
 
 def test_a_key_file_that_others_may_write_is_refused(

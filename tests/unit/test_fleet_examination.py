@@ -16,7 +16,7 @@ from megatron_dppo.engine.running_server import check_engine
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient
 from megatron_dppo.fleet.membership import Examination, Examiner, Member, ServerStates, client_of
-from megatron_dppo.fleet.record import FleetRecord
+from megatron_dppo.fleet.record import FleetRecord, Server, attachment_seal
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
 from tests.unit.small_fleet import KEYS, SmallServer
@@ -69,8 +69,12 @@ class Bench:
         self.news += 1
 
     def examination(self, *, at_once: bool = False) -> Examination:
-        [server] = self.record.servers() or [self.record.attach(self.small.url)]
+        [server] = self.record.servers() or [self.attach()]
         return self.runner.run(self.examiner.examine(server, at_once=at_once))
+
+    def attach(self, url: str | None = None) -> Server:
+        url = url or self.small.url
+        return self.record.attach(url, attachment_seal(url))
 
     def watch_until(self, condition: Callable[[], object]) -> None:
         async def watch() -> None:
@@ -91,6 +95,7 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(membership, "_LOOK_S", 0.02)
+    monkeypatch.setenv("MEGATRON_DPPO_ADMIN_API_KEY", "admin")
     opened = Bench(tmp_path)
     yield opened
     opened.close()
@@ -161,13 +166,13 @@ def test_nobody_listens_there(bench):
 
 def test_the_watch_leaves_members_alone_and_examines_who_is_attached_anew(bench):
     bench.fault = ValueError("another model")
-    first = bench.record.attach(bench.small.url)
+    first = bench.attach()
     bench.watch_until(lambda: bench.states[first].examination)
     bench.record.detach(first.url)
-    second = bench.record.attach(first.url)
+    second = bench.attach(first.url)
     assert second != first
     bench.states[second].is_member = True
-    bench.record.attach("http://127.0.0.1:9")
+    bench.attach("http://127.0.0.1:9")
     other = next(s for s in bench.record.servers() if s.url.endswith(":9"))
     bench.watch_until(lambda: bench.states[other].examination)
     assert bench.states[second].examination is None

@@ -12,7 +12,7 @@ from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient
 from megatron_dppo.fleet.membership import EngineUnavailableError, FleetMembership, Member
-from megatron_dppo.fleet.record import FleetRecord, Keys, Server
+from megatron_dppo.fleet.record import FleetRecord, Keys, Server, attachment_seal
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
 from tests.patience import own_patience
@@ -58,7 +58,7 @@ class Book:
         self.servers.append(small)
         if unfit is not None:
             self.unfit[small.url] = unfit
-        return self.record.attach(small.url)
+        return self.record.attach(small.url, attachment_seal(small.url))
 
     def small(self, server: Server) -> SmallServer:
         return next(s for s in self.servers if s.url == server.url)
@@ -86,6 +86,7 @@ def open_book(tmp_path, monkeypatch) -> Iterator[Callable[..., Book]]:
     monkeypatch.setattr(membership, "_SETTLE_S", 0.3)
     monkeypatch.setattr(membership, "_POLL_S", 0.02)
     monkeypatch.setenv("MEGATRON_DPPO_API_KEY", "user")
+    monkeypatch.setenv("MEGATRON_DPPO_ADMIN_API_KEY", "admin")
     books: list[Book] = []
 
     def open_one(**engine: object) -> Book:
@@ -279,7 +280,7 @@ def test_an_attached_server_that_fails_twice_is_refused_until_it_is_attached_ane
     assert names(book.choose(remaining)) == ["engine0"]
     book.record.detach(elsewhere.url)
     assert names(book.choose(remaining)) == ["engine0"]
-    book.record.attach(elsewhere.url)
+    book.record.attach(elsewhere.url, elsewhere.seal)
     assert names(book.choose(remaining)) == ["engine0", elsewhere.name]
 
 

@@ -11,12 +11,29 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient
-from megatron_dppo.fleet.record import ROUTER, FleetRecord, Keys, Server, attached_name
+from megatron_dppo.fleet.record import (
+    ROUTER,
+    FleetRecord,
+    Keys,
+    Server,
+    attached_name,
+    attachment_seal,
+)
 from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.system.files import write_private
 from megatron_dppo.system.lease import Lease, LeaseFiles
 from tests.messages import mentions
 
 HERE = Server("engine0", "http://127.0.0.1:30000", 3, 17)
+
+
+@pytest.fixture(autouse=True)
+def admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DPPO_ADMIN_API_KEY", "mine")
+
+
+def attach(record: FleetRecord, url: str) -> Server:
+    return record.attach(url, attachment_seal(url))
 
 
 def test_the_supervisor_reads_a_report_once(tmp_path: Path) -> None:
@@ -52,7 +69,7 @@ def test_servers_come_in_the_order_of_their_numbers_and_the_router_apart(tmp_pat
     record = FleetRecord(tmp_path)
     for number in (10, 2, 0):
         record.publish(Server(f"engine{number}", f"http://127.0.0.1:{number + 1}"))
-    record.attach("http://10.0.0.9:3/")
+    attach(record, "http://10.0.0.9:3/")
     assert record.router() is None
     record.publish(Server(ROUTER, "http://127.0.0.1:9", 1, 2))
     assert [s.name for s in record.servers()] == [
@@ -68,7 +85,7 @@ def test_a_new_supervisor_forgets_what_a_killed_one_left_but_not_attached_server
     record.publish(HERE)
     record.publish(Server(ROUTER, "http://127.0.0.1:9"))
     record.publish_status(3, {"engine0": "serves"})
-    elsewhere = record.attach("https://other:1")
+    elsewhere = attach(record, "https://other:1")
     with RunDirectory(tmp_path) as directory:
         for record_now in (directory.fleet, FleetRecord(tmp_path)):
             assert (record_now.servers(), record_now.router(), record_now.status()) == (
@@ -97,12 +114,42 @@ def test_a_start_that_was_succeeded_leaves_the_file_to_its_successor(tmp_path: P
 
 def test_what_a_command_attached_before_there_was_an_endpoint_is_taken_in(tmp_path: Path) -> None:
     record = FleetRecord(tmp_path)
-    elsewhere = FleetRecord(tmp_path).attach("http://other:1")
+    elsewhere = attach(FleetRecord(tmp_path), "http://other:1")
     assert record.servers() == []
     with FleetEndpoint(record, "key", "127.0.0.1"):
         assert record.servers() == [elsewhere]
         record.publish(HERE)
     assert FleetRecord(tmp_path).servers() == [HERE, elsewhere]
+
+
+@pytest.mark.parametrize("seal", ["", "f" * 64, "ü"])
+def test_a_server_in_the_file_without_its_seal_gets_no_keys(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, seal: str
+) -> None:
+    file = tmp_path / "engine" / "fleet.json"
+    elsewhere = attach(FleetRecord(tmp_path), "http://other:1")
+    attach(FleetRecord(tmp_path), "http://third:1")
+    content = json.loads(file.read_text())
+    content["servers"][elsewhere.name]["seal"] = seal
+    write_private(file, json.dumps(content))
+    record = FleetRecord(tmp_path)
+    with FleetEndpoint(record, "mine", "127.0.0.1"):
+        assert [s.url for s in record.servers()] == ["http://third:1"]
+    assert "http://other:1: detached" in caplog.text
+
+
+def test_a_run_with_another_admin_key_or_none_drops_attached_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variables in ({"MEGATRON_DPPO_ADMIN_API_KEY": "another"}, {}):
+        monkeypatch.setenv("MEGATRON_DPPO_ADMIN_API_KEY", "mine")
+        attach(FleetRecord(tmp_path), "http://other:1")
+        monkeypatch.delenv("MEGATRON_DPPO_ADMIN_API_KEY")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        record = FleetRecord(tmp_path)
+        with FleetEndpoint(record, "the endpoint's", "127.0.0.1"):
+            assert record.servers() == []
 
 
 def test_keys_of_started_servers_are_handed_down_and_others_come_from_the_environment(
@@ -122,12 +169,12 @@ def test_what_can_be_attached_and_detached(tmp_path: Path) -> None:
     record = FleetRecord(tmp_path)
     record.publish(HERE)
     with pytest.raises(ValueError, match="http://host:port"):
-        record.attach("other:1")
+        attach(record, "other:1")
     with pytest.raises(ValueError, match="://"):
-        record.attach("http://127.0.0.1:30000/")
-    record.attach("http://other:1/a/")
+        attach(record, "http://127.0.0.1:30000/")
+    attach(record, "http://other:1/a/")
     with pytest.raises(ValueError, match="://"):
-        record.attach("http://other:1/a")
+        attach(record, "http://other:1/a")
     with pytest.raises(ValueError, match="://"):
         record.detach(HERE.url)
     assert record.detach("http://other:1/a").name == "http-other-1-a"
@@ -137,7 +184,7 @@ def test_what_can_be_attached_and_detached(tmp_path: Path) -> None:
 def test_the_configurations_servers_follow_the_configuration(tmp_path: Path) -> None:
     record = FleetRecord(tmp_path)
     record.sync_configured(["http://a:1", "http://b:1/"])
-    record.attach("http://c:1")
+    attach(record, "http://c:1")
     record.sync_configured(["http://b:1", "http://d:1"])
     assert [(s.url, s.origin) for s in record.servers()] == [
         ("http://b:1", "config"), ("http://c:1", "command"), ("http://d:1", "config")
