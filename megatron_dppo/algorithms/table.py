@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
-Settings = Literal["stability", "scaling"]
-"""The source of a preset's numbers: the paper's stability study, or its scaling runs."""
+Settings = Literal["stability", "scaling", "lora", "generalization"]
+"""The experiment of the paper that a preset's numbers belong to: the stability study (v3, Section 5), the scaling runs
+(Section 7.1), the scaling run with LoRA (Appendix E), or the other models and tasks (Section 7.4)."""
 AnchorName = Literal["rollout", "recomputed"]
 """The policy that a mask compares pi with: mu of the engine, or pi' of the trainer at the rollout's weights."""
 Divergence = Literal["binary_tv", "binary_kl", "binary_kl_both_ways", "topk_tv", "topk_kl"]
@@ -166,6 +167,8 @@ class Preset:
         stability: The numbers of the stability study: the numbers of mask and weight, ``ratio_cap`` (infinite if it is
             missing), and ``topk``.
         scaling: Those numbers of the scaling runs that differ from ``stability``.
+        lora: Those numbers of the scaling run with LoRA that differ from ``scaling``.
+        generalization: Those numbers of the other models and tasks that differ from ``stability``.
         anchor: The policy that the mask compares pi with.
         weight: Name of the weight, a function in one of these modules or in ``projection.py``.
         fixed: Arguments of the mask that users cannot set.
@@ -183,6 +186,8 @@ class Preset:
     mask: str = "train_all"
     stability: Mapping[str, float] = field(default_factory=dict)
     scaling: Mapping[str, float] = field(default_factory=dict)
+    lora: Mapping[str, float] = field(default_factory=dict)
+    generalization: Mapping[str, float] = field(default_factory=dict)
     anchor: AnchorName = "rollout"
     weight: str = "importance_ratio"
     fixed: Mapping[str, bool | str] = field(default_factory=dict)
@@ -196,8 +201,16 @@ class Preset:
 
     def numbers(self, settings: Settings) -> dict[str, float]:
         """Return the preset's numbers in a setting, by option."""
-        overrides = self.scaling if settings == "scaling" else {}
-        return {"ratio_cap": math.inf, **self.stability, **overrides}
+        further: dict[Settings, tuple[Mapping[str, float], ...]] = {
+            "stability": (),
+            "scaling": (self.scaling,),
+            "lora": (self.scaling, self.lora),
+            "generalization": (self.generalization,),
+        }
+        numbers = {"ratio_cap": math.inf, **self.stability}
+        for differing_numbers in further[settings]:
+            numbers |= differing_numbers
+        return numbers
 
 
 CAP = {"ratio_cap": 5.0}
@@ -206,6 +219,8 @@ CLIP_HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
 CLIP_HIGHER_SCALING = {"clip_high": 0.27, **CAP}
 TV = {"tv_threshold": 0.15}
 TV_SCALING = {"tv_threshold": 0.2, **CAP}
+TV_LORA = {"tv_threshold": 0.15}
+TV_GENERALIZATION = {"tv_threshold": 0.2}
 KL = {"kl_threshold": 0.05}
 TOPK = {"topk": 20}
 TIS = {"ratio_cap": 3.0}
@@ -228,8 +243,9 @@ def _bounded(
     whole_vocabulary: bool = False,
 ) -> Preset:
     """Return a row of DPPO's form: a mask that bounds ``divergence`` and has its name."""
+    bounds_tv = divergence.endswith("tv")
     stability, scaling = KL, CAP
-    if divergence.endswith("tv"):
+    if bounds_tv:
         stability, scaling = TV, TV_SCALING
     if divergence.startswith("topk") and not whole_vocabulary:
         stability = {**stability, **TOPK}
@@ -237,7 +253,9 @@ def _bounded(
         divergence,
         stability,
         scaling,
-        anchor,
+        lora=TV_LORA if bounds_tv else {},
+        generalization=TV_GENERALIZATION if bounds_tv else {},
+        anchor=anchor,
         divergence=divergence,
         whole_vocabulary=whole_vocabulary,
     )
@@ -310,7 +328,7 @@ PRESETS: dict[str, Preset] = {
     "dppo-decoupled-binary-kl": _bounded("binary_kl", "recomputed"),
     "mask-0.5": Preset("large_drop", DROP, CAP),
     "mask-0.8": Preset("large_drop", {"max_drop": 0.8}, CAP),
-    "mask-0.5-recompute": Preset("large_drop", DROP, CAP, "recomputed"),
+    "mask-0.5-recompute": Preset("large_drop", DROP, CAP, anchor="recomputed"),
     "relax-high": _relaxed(low=False, high=True),
     "relax-low": _relaxed(low=True, high=False),
     "relax-both": _relaxed(low=True, high=True),

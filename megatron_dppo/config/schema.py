@@ -199,7 +199,9 @@ class AlgorithmConfig(Section):
     name: str = "dppo-binary-tv"
     """A name in ``megatron_dppo.algorithms.table``."""
     settings: table.Settings = "stability"
-    """Source of the preset's numbers: the paper's stability study or its scaling runs; docs/algorithms.md."""
+    """The experiment of the paper that the preset's numbers belong to: the stability study, the scaling runs, the
+    scaling run with LoRA (``lora``), or the other models and tasks (``generalization``); docs/algorithms.md.
+    """
     options: dict[str, Annotated[float, AllowInfNan()] | int | bool] = Field(default_factory=dict)
     """Changes to the preset's numbers (``tv_threshold``, ``ratio_cap``, ...), checked against the preset."""
     aggregation: table.AggregationName = "sequence-mean-with-constant"

@@ -1,7 +1,7 @@
 """Every preset's numbers in both settings with their sources, copied from the papers by hand.
 
 docs/algorithms.md and the table of presets are compared with this copy. Sources: S = stability
-study of arXiv 2602.04879 v2 (App. C.1), L = its table of scaling runs (v2 appendix), F.3 = its Top-K
+study of arXiv 2602.04879 v3 (App. C.1), L = its scaling runs (App. E), F.3 = its Top-K
 ablation, "chosen" = published nowhere. Letters in parentheses name the numbers that a source has: C = ``ratio_cap``,
 e = ``smoothing``, d and K = thresholds of a divergence, b = budgets.
 """
