@@ -5,7 +5,8 @@ first schema whose columns the file has. To add a set, add a row to ``SETS``.
 
 ``megatron-dppo data prepare`` writes published problems as JSON Lines, with one problem a line: ``problem`` without the
 publisher's instructions, ``answer`` (the text after ``####`` or in the box), ``source``. The recipe sets the form of
-the prompt (``data.prompt_template``), so that the prompts of training and evaluation have equal forms.
+the prompt (``data.prompt_template``), so that the prompts of training and evaluation have equal forms. Sets of prompts
+for reward models and judges have no answers; a prompt of several turns is chat messages under ``messages``.
 """
 
 from __future__ import annotations
@@ -31,23 +32,32 @@ class Schema:
 
     Attributes:
         prompt: Column of the problem, as text or chat messages.
-        answer: Column of the final answer.
+        answer: Column of the final answer; None for a set of prompts without answers.
         where: The hub's repositories that have these columns, for errors.
         worked: Whether ``answer`` is a worked solution, with its answer after ``####`` or in a box.
     """
 
     prompt: str
-    answer: str
+    answer: str | None
     where: str
     worked: bool = False
 
     @property
-    def columns(self) -> tuple[str, str]:
+    def columns(self) -> tuple[str, ...]:
         """The top-level columns of problem and answer."""
-        return self.prompt.partition(".")[0], self.answer.partition(".")[0]
+        names = [self.prompt] if self.answer is None else [self.prompt, self.answer]
+        return tuple(name.partition(".")[0] for name in names)
+
+    @property
+    def description(self) -> str:
+        """The columns in words, for errors."""
+        columns = self.prompt if self.answer is None else f"{self.prompt} and {self.answer}"
+        return f"{columns} ({self.where})"
 
 
-_VERL = Schema("prompt", "reward_model.ground_truth", "BytedTsinghua-SIA/DAPO-Math-17k")
+_VERL = Schema(
+    "prompt", "reward_model.ground_truth", "BytedTsinghua-SIA/DAPO-Math-17k, Jiawei415/DPAO_filter"
+)
 _CONTEST = (
     Schema("problem", "answer", "HuggingFaceH4/aime_2024, yentinglin/aime_2025, math-ai/aime25"),
     Schema("question", "answer", "opencompass/AIME2025, math-ai/amc23, zwhe99/amc23"),
@@ -73,6 +83,7 @@ _MATH = (
     Schema("question", "answer", "other frameworks' own files"),
     _VERL,
 )
+_PROBLEM_ANSWER = (Schema("problem", "answer", "sail-sg/Precision-RL, axon-rl/MATH-12k"), _VERL)
 _GSM8K = (Schema("question", "answer", "openai/gsm8k", worked=True), _VERL)
 
 
@@ -91,6 +102,8 @@ class PublishedSet:
         year: Year of a competition. Rows of other years are left out.
         english: Whether to leave out problems with Chinese, Japanese or Korean characters.
         integer_answers: Whether every answer is an integer from 0 to 999.
+        transcripts: Whether a prompt is the transcript of a conversation (``messages_of``).
+        elsewhere: A further place of the file, in words.
     """
 
     title: str
@@ -102,6 +115,8 @@ class PublishedSet:
     year: int | None = None
     english: bool = False
     integer_answers: bool = False
+    transcripts: bool = False
+    elsewhere: str = ""
 
 
 _SUBJECTS = (
@@ -117,6 +132,13 @@ SETS: dict[str, PublishedSet] = {
         configs=("all",),
     ),
     "dapo-math-13k": PublishedSet(
+        "the filter of DAPO-Math-17k that the DPPO paper trains on",
+        _DAPO,
+        "Jiawei415/DPAO_filter",
+        "the files of its folder train",
+        split="train",
+    ),
+    "dapo-math-english": PublishedSet(
         "the English problems of DAPO-Math-17k",
         _DAPO,
         "open-r1/DAPO-Math-17k-Processed",
@@ -131,6 +153,21 @@ SETS: dict[str, PublishedSet] = {
         "algebra/train-00000-of-00001.parquet and those of six further subjects",
         configs=_SUBJECTS,
         split="train",
+    ),
+    "math-12k": PublishedSet(
+        "MATH without the problems of math500, 12,000 for training",
+        _PROBLEM_ANSWER,
+        "axon-rl/MATH-12k",
+        "the train split's file",
+        split="train",
+    ),
+    "math-solvable-1460": PublishedSet(
+        "the 1,460 problems of MATH that DeepSeek-R1-Distill-Qwen-1.5B can solve",
+        _PROBLEM_ANSWER,
+        "sail/Sanity-Test-R1D-1.5B",
+        "the train split's file",
+        split="train",
+        elsewhere="oat/data/train/math_1k5/train/data-00000-of-00001.arrow of https://github.com/sail-sg/Precision-RL",
     ),
     "math500": PublishedSet(
         "500 of MATH's problems for testing",
@@ -170,6 +207,21 @@ SETS: dict[str, PublishedSet] = {
         "test-00000-of-00001.parquet",
         year=2023,
     ),
+    "hh-rlhf": PublishedSet(
+        "prompts of Anthropic's HH-RLHF, conversations without their last answer",
+        (Schema("chosen", None, "Anthropic/hh-rlhf"),),
+        "Anthropic/hh-rlhf",
+        "helpful-base/train.jsonl.gz and those of three further folders",
+        configs=("harmless-base", "helpful-base", "helpful-online", "helpful-rejection-sampled"),
+        split="train",
+        transcripts=True,
+    ),
+    "alpaca-eval": PublishedSet(
+        "the 805 instructions of AlpacaEval",
+        (Schema("instruction", None, "tatsu-lab/alpaca_eval"),),
+        "tatsu-lab/alpaca_eval",
+        "alpaca_eval.json",
+    ),
 }
 """Name for ``prepare`` -> the set."""
 
@@ -183,7 +235,7 @@ def schema_of(published: PublishedSet, columns: Sequence[str], where: object) ->
     for schema in published.schemas:
         if set(schema.columns) <= set(columns):
             return schema
-    expected = "; ".join(f"{s.prompt} and {s.answer} ({s.where})" for s in published.schemas)
+    expected = "; ".join(schema.description for schema in published.schemas)
     raise DataError(f"{where}: has the columns {sorted(columns)}, expected one of: {expected}")
 
 
@@ -235,6 +287,30 @@ def prompt_text(value: object) -> str:
     if isinstance(text, str) and text.strip():
         return text
     raise RowError(f"its problem is {shorten(text)}, expected text or one message of a user")
+
+
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+_TURN = re.compile(rf"\n\n({'|'.join(_SPEAKERS)}):")
+
+
+def messages_of(transcript: str) -> list[dict[str, str]]:
+    """The messages of a transcript with turns such as ``\\n\\nHuman: Hello``, without the last answer.
+
+    Raises RowError if the turns do not alternate, from a human's to an assistant's, or if one is empty.
+    """
+    start, *parts = _TURN.split(transcript)
+    messages: list[dict[str, str]] = []
+    for speaker, text in zip(parts[::2], parts[1::2], strict=True):
+        messages.append({"role": _SPEAKERS[speaker], "content": text.strip()})
+    roles = [message["role"] for message in messages]
+    expected_roles = ["user", "assistant"] * (len(messages) // 2)
+    prompt = messages[:-1]
+    is_filled = all(message["content"] for message in prompt)
+    if start.strip() or not messages or roles != expected_roles or not is_filled:
+        raise RowError(
+            f"its conversation is {shorten(transcript)}, expected turns of Human and Assistant in turn, with text"
+        )
+    return prompt
 
 
 def bare_problem(text: str) -> str:
@@ -326,7 +402,8 @@ def _files_in(folder: Path, published: PublishedSet, split: str | None) -> list[
     paths = []
     for path in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        is_data = path.suffix in _FORMATS and path.name not in DESCRIPTIONS and path.is_file()
+        suffix = Path(path.name.removesuffix(".gz")).suffix
+        is_data = suffix in _FORMATS and path.name not in DESCRIPTIONS and path.is_file()
         if is_data and not is_hidden:
             paths.append(path)
     config_paths = [p for p in paths if set(p.relative_to(folder).parts) & set(published.configs)]
@@ -348,10 +425,10 @@ def _split_of(path: Path, folder: Path) -> str | None:
 
 
 def _how_to_get(published: PublishedSet) -> str:
-    return (
-        f"Wanted is {published.file} of https://huggingface.co/datasets/{published.hub}: download "
-        "it where there is a network, and give its path or its folder's"
-    )
+    place = f"{published.file} of https://huggingface.co/datasets/{published.hub}"
+    if published.elsewhere:
+        place += f", or {published.elsewhere}"
+    return f"Wanted is {place}: download it where there is a network, and give its path or its folder's"
 
 
 def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[PublishedFile]:
@@ -399,7 +476,8 @@ class Preparation:
 
     Attributes:
         published: The set.
-        answers: Problem -> answer, in the published order.
+        answers: Problem -> answer, in the published order; None without answers. A problem of a set of transcripts is
+            the JSON text of its messages.
         rows: Number of rows read.
         left_out: Reason -> number of rows that were left out for it.
         faults: Descriptions of the first unusable rows.
@@ -407,12 +485,12 @@ class Preparation:
     """
 
     published: PublishedSet
-    answers: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, str | None] = field(default_factory=dict)
     rows: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     instructed: set[str] = field(default_factory=set)
-    _seen_rows: set[tuple[str, str]] = field(default_factory=set)
+    _seen_rows: set[tuple[str, str | None]] = field(default_factory=set)
     """Problem and answer of each row, as published."""
     _problem_of: dict[str, str] = field(default_factory=dict)
     """Key -> the problem in ``answers``. The key is the problem's text with single spaces."""
@@ -441,7 +519,12 @@ class Preparation:
         """The problems as JSON Lines. ``source``: name of the set."""
         records: list[dict[str, Any]] = []
         for problem, answer in self.answers.items():
-            records.append({"problem": problem, "answer": answer, "source": source})
+            record: dict[str, Any] = {"problem": problem}
+            if self.published.transcripts:
+                record = {"messages": json.loads(problem)}
+            if answer is not None:
+                record["answer"] = answer
+            records.append({**record, "source": source})
         return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
     def report(self) -> Iterator[str]:
@@ -461,17 +544,23 @@ class Preparation:
         """
         published = self.published
         text = prompt_text(value_at(record, schema.prompt))
-        published_answer = answer_text(value_at(record, schema.answer))
+        published_answer = None
+        if schema.answer is not None:
+            published_answer = answer_text(value_at(record, schema.answer))
         # First compare rows as they were published, because this is fast: DAPO-Math-17k has each row a hundred times.
         if (text, published_answer) in self._seen_rows:
             return DUPLICATES
         self._seen_rows.add((text, published_answer))
         if published.year is not None and year_of(record) not in (None, published.year):
             return OTHER_YEARS
+        if published.transcripts:
+            text = json.dumps(messages_of(text), ensure_ascii=False)
         problem = bare_problem(text)
         if published.english and _EAST_ASIAN.search(problem):
             return NOT_ENGLISH
-        answer = final_answer(published_answer, schema, published)
+        answer = None
+        if published_answer is not None:
+            answer = final_answer(published_answer, schema, published)
         key = " ".join(problem.split())
         if key in self._problem_of:
             if self.answers[self._problem_of[key]] == answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gzip
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_dppo.data.problems import DataKeys, read_problems
 from megatron_dppo.data.published import SETS, Preparation, bare_problem, prepare
 from megatron_dppo.data.records import DataError
 from megatron_dppo.diagnostics.data import main
@@ -83,9 +85,72 @@ def test_duplicates_and_conflicts_are_left_out_and_counted(prepare_rows):
 
 def test_the_english_subset(prepare_rows):
     rows = [dapo("a", "1"), dapo("设 $a$ 是", "2"), dapo("naïve Étude", "3")]
-    preparation = prepare_rows("dapo-math-13k", rows)
+    preparation = prepare_rows("dapo-math-english", rows)
     assert list(preparation.answers) == ["a", "naïve Étude"]
     assert list(preparation.left_out.values()) == [1]
+
+
+def test_the_papers_filter_is_the_training_rows_of_all_its_files(tmp_path):
+    """The files differ in a column that nothing reads; the folder ``test`` has other problems."""
+    first = dapo("设 $a$ 是", "2") | {"extra_info": {"index": "7"}}
+    second = dapo("b", "3") | {"extra_info": {"index": 7, "split": "train"}}
+    write(tmp_path / "in/train/part-0.parquet", [first])
+    write(tmp_path / "in/train/part-1.parquet", [second])
+    write(tmp_path / "in/test/aime24.parquet", [dapo("c", "4")])
+    preparation = prepare("dapo-math-13k", str(tmp_path / "in"), tmp_path / "out.jsonl")
+    assert preparation.answers == {"设 $a$ 是": "2", "b": "3"}
+
+
+def test_the_solvable_problems_are_read_from_a_saved_data_set(tmp_path):
+    """The library ``datasets`` saves an Arrow stream and two descriptions beside it."""
+    rows = [{"problem": f"p{i}", "answer": rf"\frac{{{i}}}{{7}}"} for i in range(3)]
+    folder = tmp_path / "math_1k5" / "train"
+    write(folder / "data-00000-of-00001.arrow", rows)
+    (folder / "state.json").write_text(
+        '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}'
+    )
+    (folder / "dataset_info.json").write_text("{}")
+    for source in (folder / "data-00000-of-00001.arrow", tmp_path / "math_1k5"):
+        preparation = prepare("math-solvable-1460", str(source), tmp_path / "out.jsonl")
+        assert preparation.answers == {row["problem"]: row["answer"] for row in rows}
+
+
+HH = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: What is\n\nred?\n\nAssistant: A colour."
+
+
+def test_conversations_lose_their_last_answer(tmp_path):
+    rows = [
+        {"chosen": HH, "rejected": "x"},
+        {"chosen": HH + " Yes.", "rejected": "y"},
+        {"chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c", "rejected": "z"},
+    ]
+    path = tmp_path / "hh/helpful-base/train.jsonl.gz"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    write(tmp_path / "hh/red-team-attempts/train.jsonl", [{"transcript": "x"}])
+    preparation = prepare("hh-rlhf", str(tmp_path / "hh"), tmp_path / "out.jsonl")
+    assert dict(preparation.left_out) == {"duplicates": 1, "without a usable answer or problem": 1}
+    assert mentions(preparation.faults[0], "row 3", "Human")
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "What is\n\nred?"},
+    ]
+    assert (tmp_path / "out.jsonl").read_text() == (
+        json.dumps({"messages": messages, "source": "hh-rlhf"}) + "\n"
+    )
+    problems = read_problems(tmp_path / "out.jsonl", DataKeys())
+    assert problems.prompts == [messages]
+
+
+def test_instructions_without_answers_are_kept(tmp_path):
+    rows = [{"instruction": "Name a colour.", "output": "Red.", "generator": "g", "dataset": "d"}]
+    source = write(tmp_path / "alpaca_eval.json", rows)
+    prepare("alpaca-eval", str(source), tmp_path / "out.jsonl")
+    assert json.loads((tmp_path / "out.jsonl").read_text()) == {
+        "problem": "Name a colour.",
+        "source": "alpaca-eval",
+    }
 
 
 @pytest.mark.parametrize(
