@@ -47,7 +47,11 @@ def attribute(name: str) -> Any:
 
 
 class Gem:
-    """An episode of ``gem.make(name)``."""
+    """An episode of ``gem.make(name)``.
+
+    An observation is the text of the environment between ``prefix`` and ``suffix`` of its ``info``, as in GEM's own
+    observation wrapper. Many games show their state (a board, a grid) only there.
+    """
 
     # Resets run one at a time, because a reset seeds Python's global generator.
     _resetting = threading.Lock()
@@ -64,16 +68,24 @@ class Gem:
 
     def reset(self, problem: dict[str, Any]) -> str:
         with self._resetting:
-            observation, _ = self._environment.reset(seed=seed_of(problem))
-        return str(observation)
+            observation, info = self._environment.reset(seed=seed_of(problem))
+        return self._whole(observation, info)
 
     def step(self, text: str) -> dict[str, Any]:
-        observation, reward, terminated, truncated, _ = self._environment.step(text)
+        observation, reward, terminated, truncated, info = self._environment.step(text)
         done = bool(terminated or truncated)
-        return {"observation": str(observation), "reward": float(reward), "done": done}
+        text = str(observation) if done else self._whole(observation, info)
+        return {"observation": text, "reward": float(reward), "done": done}
 
     def close(self) -> None:
         pass
+
+    @staticmethod
+    def _whole(observation: Any, info: dict[str, Any]) -> str:
+        text = str(observation)
+        if "suffix" in info and not text.endswith("\n"):
+            text += "\n"
+        return f"{info.get('prefix', '')}{text}{info.get('suffix', '')}"
 
 
 class OpenEnv:

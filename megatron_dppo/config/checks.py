@@ -17,7 +17,12 @@ from typing import Any
 from megatron_dppo.algorithms.table import PRESETS, carried_topk
 from megatron_dppo.config import forwarded, layout, schema, speculation
 from megatron_dppo.config.data_files import data_files, repeated_files
-from megatron_dppo.config.data_schema import EnvironmentConfig, RewardConfig, Section
+from megatron_dppo.config.data_schema import (
+    REWARD_OF_ENVIRONMENT,
+    EnvironmentConfig,
+    RewardConfig,
+    Section,
+)
 from megatron_dppo.config.errors import ConfigError, given
 from megatron_dppo.config.lora import (
     adapter_update_faults,
@@ -338,6 +343,15 @@ def environment_faults(
         )
 
 
+def _reward_of_environment(reward: RewardConfig, environment: EnvironmentConfig) -> layout.Faults:
+    """Report a run without an environment whose reward is the environment's."""
+    if reward.name == REWARD_OF_ENVIRONMENT and environment.name is None:
+        yield (
+            f"reward.name: got {REWARD_OF_ENVIRONMENT} and no environment.name, expected an environment that gives the "
+            "rewards, or another reward"
+        )
+
+
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Yield each value of a tree of tables and lists with its dotted key. Items of a list have the key of the list."""
     if isinstance(value, dict):
@@ -430,6 +444,7 @@ def check_config(
         data_file_faults(config.data),
         prompt_form_faults(config.data, rollout.stop),
         reward_faults(config.reward),
+        _reward_of_environment(config.reward, config.environment),
         _replay_folder(rollout.replay_from),
         _profile(config.profile, config.parallel.world_size, config.run.steps),
         _upload(config.checkpoint.upload, exports=config.checkpoint.export_hf),

@@ -116,6 +116,8 @@ class DataConfig(Section):
 
 
 OnTimeout = Literal["zero", "unavailable"]
+REWARD_OF_ENVIRONMENT = "environment"
+"""``reward.name`` of a run whose environment gives every reward. Its problems need no answers."""
 
 
 class RewardTerm(Section):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from megatron_dppo.config.data_schema import REWARD_OF_ENVIRONMENT
 from megatron_dppo.data.gold_answers import gold_answer
 
 # Reward functions of users import RewardResult from here.
@@ -300,6 +301,7 @@ REWARDS: dict[str, Reward] = {
     "judge": Reward(f"{_HTTP}:Judge"),
     "verl": Reward("megatron_dppo.rewards.verl:ComputeScore"),
     "reasoning_gym": Reward(f"{_GYM}:score"),
+    REWARD_OF_ENVIRONMENT: Reward("megatron_dppo.rewards:no_reward", runs_inline=True),
 }
 
 
@@ -317,6 +319,11 @@ def find_reward(name: str) -> Reward:
         names = ", ".join(sorted({*REWARDS, *registered}))
         raise ValueError(f"unknown reward {name!r}; there are {names}, or package.module:function")
     return Reward(registered[name])
+
+
+def no_reward(response: str) -> float:
+    """Score 0: the environment's turns earn the whole reward of an episode."""
+    return 0.0
 
 
 INTEGER = re.compile(r"[+-]?[0-9]+")

@@ -427,6 +427,10 @@ REFUSED = [
         ["environment.name=calculator", "environment.credit=turn", "algorithm.name=unknown"],
         "algorithm: unknown algorithm 'unknown'",
     ),
+    (
+        ["reward.name=environment"],
+        "reward.name: got environment and no environment.name, expected an environment",
+    ),
 ]
 
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -43,6 +44,12 @@ def serve(python: str | Path, path: Path, *words: str) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with serve(sys.executable, extra_packages("gem"), "gem", "game:GuessTheNumber-v0-easy") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def sudoku_url() -> Iterator[str]:
+    with serve(sys.executable, extra_packages("gem"), "gem", "game:Sudoku-v0-easy") as url:
         yield url
 
 
@@ -116,6 +123,59 @@ def test_what_is_no_guess_costs_something(url):
         assert step == Step("At turn 1, you did not provide a valid guess.", -0.1, done=True)
 
     run_episodes(url, play)
+
+
+BOARD_ROW = re.compile(r"^R\d (.*)$", re.MULTILINE)
+
+
+def board_of(observation: str) -> list[list[str]]:
+    """The cells of the board that an observation of Sudoku shows, by row; an empty cell is a dot."""
+    return [row.replace("|", "").split() for row in BOARD_ROW.findall(observation)]
+
+
+def solution_of(board: list[list[str]]) -> list[list[str]]:
+    """The one solution of a board of 4 x 4 cells, found by trying numbers cell by cell; empty if there is none."""
+    empty = [(i, j) for i in range(4) for j in range(4) if board[i][j] == "."]
+    if not empty:
+        return board
+    i, j = empty[0]
+    rows = range(2 * (i // 2), 2 * (i // 2) + 2)
+    columns = range(2 * (j // 2), 2 * (j // 2) + 2)
+    taken = {*board[i], *(row[j] for row in board), *(board[k][m] for k in rows for m in columns)}
+    for number in {"1", "2", "3", "4"} - taken:
+        filled = [list(row) for row in board]
+        filled[i][j] = number
+        solved = solution_of(filled)
+        if solved:
+            return solved
+    return []
+
+
+def test_a_sudoku_is_solved_from_the_boards_that_observations_show(sudoku_url):
+    """The paper's Sudoku, Appendix F.5. GEM shows its board only in the ``suffix`` of an observation."""
+
+    async def play(episodes: list[Environment]) -> None:
+        one, other = episodes
+        text = await one.reset(problem(5))
+        board = board_of(text)
+        solution = solution_of(board)
+        moves = [(i, j) for i in range(4) for j in range(4) if board[i][j] == "."]
+        assert len(moves) > 2
+        for i, j in moves:
+            move = rf"I take \boxed{{{i + 1} {j + 1} {solution[i][j]}}}."
+            step = await one.step(Turn(move, (1,)))
+            assert step.reward == pytest.approx(1 / len(moves))
+            assert step.done == ((i, j) == moves[-1])
+            if not step.done:
+                assert board_of(step.observation)[i][j] == solution[i][j]
+        # The same seed shows the same puzzle. A turn without a move ends the episode.
+        assert await other.reset(problem(5)) == text
+        step = await other.step(Turn("no move", (1,)))
+        assert step == Step("You did not provide a valid guess.", -0.1, done=True)
+        for episode in episodes:
+            await episode.close()
+
+    run_episodes(sudoku_url, play)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from megatron_dppo.cluster.rehearsal import signal
 from megatron_dppo.cluster.rehearsal.layout import small_stages
 from megatron_dppo.config import TrainConfig
-from megatron_dppo.config.data_schema import EnvironmentConfig
+from megatron_dppo.config.data_schema import REWARD_OF_ENVIRONMENT, EnvironmentConfig
 from megatron_dppo.config.forwarded import MOMENT_DTYPES, OFFLOAD, PRECISION_AWARE
 from megatron_dppo.config.loading import merged
 from megatron_dppo.config.schema import ParallelConfig
@@ -330,7 +330,11 @@ def _reward(config: TrainConfig, inputs: RehearsalInputs) -> dict[str, Any]:
     """Return the recipe's rewards that can run here, and a reward that differs between responses (``signal.py``)."""
     reward = config.reward.model_dump()
     timeout_s = max(config.reward.timeout_s, _SCORE_S)
-    if "reward.options" in inputs.unreachable or not inputs.scores_toys:
+    lacks_environment = config.reward.name == REWARD_OF_ENVIRONMENT and not _has_environment(
+        config, inputs
+    )
+    is_absent = "reward.options" in inputs.unreachable or lacks_environment
+    if is_absent or not inputs.scores_toys:
         reward |= {"name": signal.TARGET, "options": {}, "batch_size": 1}
     reward["timeout_s"] = timeout_s
     reward["workers"] = 1
