@@ -106,7 +106,7 @@ def test_parameters_are_those_of_the_map(layout):
         assert rank_parameters(MOE, layout, stage).elements == expected
 
 
-@pytest.mark.parametrize("name", ["qwen3-1.7b-base", "octothinker-3b", "qwen3-8b-base"])
+@pytest.mark.parametrize("name", ["qwen3-1.7b-base", "octothinker-3b-hybrid-base", "qwen3-8b-base"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, pipeline=2)], ids=Layout.describe)
 def test_parameters_of_dense_and_tied_models(name, layout):
     shape = load_model_shape(MODELS / name)

@@ -264,6 +264,15 @@ def test_a_service_that_is_away_is_left_out(tmp_path):
     }
 
 
+def test_an_environment_that_is_away_takes_its_reward_along(tmp_path):
+    name = "qwen3_1.7b_base_sudoku"
+    config = load_config(RECIPES / f"{name}.yaml")
+    inputs = inputs_of(tmp_path, config, unreachable={"environment.options": "nobody answers"})
+    derived = shrinking.shrink(config, config.parallel, inputs)
+    assert (derived.environment.name, derived.reward.name) == (None, signal.TARGET)
+    check_config(derived, name, weights=False)
+
+
 def test_options_for_gpus_are_left_out_and_told(tmp_path):
     config = load_config(
         RECIPES / "qwen3_30b_a3b_base.yaml",
