@@ -153,8 +153,8 @@ def _stacked(values: list[Tensor], device: torch.device | str) -> Tensor:
     return torch.stack([v.detach().to(device=device, dtype=torch.float64) for v in values])
 
 
-MAX_MASKED_TOKENS = 20
-"""Largest number of token ids in a line of ``masked_tokens.jsonl``."""
+MAX_MASKED_TOKENS = 50
+"""Token ids of each sign of A in a line of ``masked_tokens.jsonl``, at most; the number of Appendix D of the paper."""
 
 
 FREQUENCY_SUMS = (
@@ -271,14 +271,20 @@ class MaskedResponses:
 
 
 def most_masked(counts: Tensor, limit: int = MAX_MASKED_TOKENS) -> list[MaskedToken]:
-    """Return up to ``limit`` ids with the largest counts, in descending order; ties in the order of ids.
+    """Return the ids with the largest counts at A > 0 and those at A < 0, up to ``limit`` each.
 
-    ``counts``: int ``[2, V]``, as in ``MaskedTokenCounts``. Device sync.
+    The ids are in descending order of both counts together; ties in the order of ids. ``counts``: int ``[2, V]``, as
+    in ``MaskedTokenCounts``. Device sync.
     """
-    total = counts.sum(0)
-    blocked_id_count = int(total.count_nonzero())
-    # Sort stably, unlike topk: the order of equal counts is then the same on every device.
-    ids = torch.argsort(total, descending=True, stable=True)[: min(blocked_id_count, limit)]
+    most_ids: list[Tensor] = []
+    for sign_counts in counts:
+        blocked_id_count = int(sign_counts.count_nonzero())
+        # Sort stably, unlike topk: the order of equal counts is then the same on every device.
+        order = torch.argsort(sign_counts, descending=True, stable=True)
+        most_ids.append(order[: min(blocked_id_count, limit)])
+    # ``unique`` sorts the ids, so that ties of the stable sort are in the order of ids.
+    ids = torch.cat(most_ids).unique()
+    ids = ids[torch.argsort(counts[:, ids].sum(0), descending=True, stable=True)]
     raised, lowered = counts[:, ids].tolist()
     tokens: list[MaskedToken] = []
     for token_id, raised_count, lowered_count in zip(ids.tolist(), raised, lowered, strict=True):

@@ -29,9 +29,18 @@ def test_counts_by_sign_over_micro_batches() -> None:
         {"id": 5, "raised": 2, "lowered": 0},
         {"id": 2, "raised": 0, "lowered": 1},
     ]
-    assert [t["id"] for t in most_masked(counts.counts, limit=1)] == [3]
+    # One id of each sign: 5 at A > 0, and 2 at A < 0, where 3 has the same count.
+    assert [t["id"] for t in most_masked(counts.counts, limit=1)] == [5, 2]
     counts.clear()
     assert most_masked(counts.counts) == []
+
+
+def test_a_line_has_the_fifty_most_masked_tokens_of_each_sign() -> None:
+    counts = torch.zeros(2, 200, dtype=torch.int32)
+    counts[0, :60] = torch.arange(200, 140, -1)
+    counts[1, 100:160] = torch.arange(60, 0, -1)
+    ids = [t["id"] for t in most_masked(counts)]
+    assert ids == [*range(50), *range(100, 150)]
 
 
 def test_the_loss_says_what_its_mask_blocked() -> None:
