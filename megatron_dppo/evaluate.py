@@ -4,7 +4,8 @@
 
 SGLang servers load each checkpoint themselves and generate ``evaluation.samples_per_prompt`` responses to every
 problem of ``data.evaluation``. The reward of the configuration scores the responses. The results are a table,
-``evaluation.json`` with avg@k and pass@j, and ``samples.jsonl`` with every response.
+``evaluation.json`` with avg@k and pass@j, and ``samples.jsonl`` with every response. ``--alpaca-eval SET`` also writes
+the responses to one set in the form that AlpacaEval reads.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.secret_variables import hide_secrets
 
 if TYPE_CHECKING:
-    from megatron_dppo.data.trajectory import Problem
+    from megatron_dppo.data.trajectory import Problem, Trajectory
     from megatron_dppo.fleet.generation import GenerationJob
     from megatron_dppo.loop.inputs import RunData
-    from megatron_dppo.loop.sample_maker import SampleMaker
     from megatron_dppo.loop.scorer import Scorer
-    from megatron_dppo.metrics.samples import Sample
+
+    Keep = Callable[[str, str, Problem, Trajectory], None]
+    """Keeps a response. Arguments: the checkpoint, the name of the set, the problem, and its response."""
 
 REPORT = "evaluation.json"
+MODEL_OUTPUTS = "model_outputs_{number}.json"
+"""The responses of a checkpoint in AlpacaEval's form; ``number``: its position in the command, from 0."""
 PASS_REWARD = 0.5
 """Default of the smallest reward that counts as passed."""
 
@@ -106,11 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_config(config, options.config)
         checkpoints = [str(folder) for folder in options.checkpoint]
         checkpoints = checkpoints or [config.model.hf_checkpoint]
-        faults = list(_faults(config, checkpoints))
+        faults = [*_faults(config, checkpoints), *_judged_set_faults(config, options.alpaca_eval)]
         if faults:
             raise ConfigError(faults, options.config)
         out = Path(options.out or Path(config.run.directory) / "evaluation")
-        return _evaluate(config, checkpoints, out, options.pass_reward)
+        return _evaluate(config, checkpoints, out, options.pass_reward, options.alpaca_eval)
     except (ConfigError, RunError) as error:
         fatal(str(error))
     except KeyboardInterrupt:
@@ -129,11 +133,26 @@ def _faults(config: TrainConfig, checkpoints: Sequence[str]) -> Iterator[str]:
             )
 
 
+def _judged_set_faults(config: TrainConfig, judged_set: str | None) -> Iterator[str]:
+    """Yield the reasons why AlpacaEval can't judge the responses to ``judged_set``. None: it judges no set."""
+    if judged_set is None:
+        return
+    if judged_set not in config.data.evaluation_files:
+        names = ", ".join(config.data.evaluation_files)
+        yield f"--alpaca-eval: got {judged_set}, expected a set of data.evaluation: {names}"
+    if config.evaluation.samples_per_prompt != 1:
+        yield (
+            f"evaluation.samples_per_prompt: got {config.evaluation.samples_per_prompt}, expected 1 with "
+            "--alpaca-eval, which judges one answer to each instruction"
+        )
+
+
 def _evaluate(
     config: TrainConfig,
     checkpoints: Sequence[str],
     out: Path,
     pass_reward: float,
+    judged_set: str | None,
 ) -> int:
     from megatron_dppo.loop.inputs import RunData
     from megatron_dppo.loop.sample_maker import SampleMaker
@@ -148,15 +167,24 @@ def _evaluate(
         Scorer(config.reward, data.place_of) as scorer,
         open(out / SAMPLES_FILE, "w", encoding="utf-8") as file,
     ):
+        outputs: dict[str, list[dict[str, str]]] = {checkpoint: [] for checkpoint in checkpoints}
 
-        def keep(checkpoint: str, sample: Sample) -> None:
+        def keep(checkpoint: str, name: str, problem: Problem, response: Trajectory) -> None:
+            sample = samples.of_response(name, problem, response)
             file.write(json.dumps({"checkpoint": checkpoint, **sample.to_json()}) + "\n")
+            if name == judged_set:
+                output = {"instruction": problem.prompt, "output": response.text}
+                outputs[checkpoint].append({**output, "generator": checkpoint})
 
         for number, checkpoint in enumerate(checkpoints):
             folder = out / "logs" / f"{number}"
-            evaluated = _Checkpoint(config, checkpoint, folder, data, scorer, samples, keep)
+            evaluated = _Checkpoint(config, checkpoint, folder, data, scorer, keep)
             results[checkpoint] = evaluated.results()
             _write_report(out / REPORT, results, pass_reward)
+            if judged_set is not None:
+                path = out / MODEL_OUTPUTS.format(number=number)
+                path.write_text(json.dumps(outputs[checkpoint], indent=1) + "\n", encoding="utf-8")
+                print(f"{path}: for alpaca_eval --model_outputs")
     print("\n".join(aligned(_rows(results, pass_reward))))
     print(f"every number is in {out / REPORT}, every response in {out / SAMPLES_FILE}")
     return 0
@@ -171,8 +199,7 @@ class _Checkpoint:
     logs: Path
     data: RunData
     scorer: Scorer
-    samples: SampleMaker
-    keep: Callable[[str, Sample], None]
+    keep: Keep
 
     def results(self) -> dict[str, SetResult]:
         """Start the servers, evaluate every set, and stop the servers."""
@@ -212,7 +239,7 @@ class _Checkpoint:
         size = settings.samples_per_prompt
         for number, trajectory in enumerate(responses):
             problem = problems[number // size]
-            self.keep(self.checkpoint, self.samples.of_response(name, problem, trajectory))
+            self.keep(self.checkpoint, name, problem, trajectory)
         rewards = [t.reward for t in responses]
         rewards_by_problem = [
             rewards[start : start + size] for start in range(0, len(rewards), size)
@@ -277,6 +304,11 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FOLDER",
         help="folder for the results (default: run.directory/evaluation)",
+    )
+    parser.add_argument(
+        "--alpaca-eval",
+        metavar="SET",
+        help="also write the responses to this set of data.evaluation as AlpacaEval's model outputs",
     )
     parser.add_argument(
         "--pass-reward",

@@ -16,15 +16,47 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 PROBLEMS, SAMPLES = 4, 4
 
 
+def evaluate(config, *words):
+    command = [sys.executable, "-m", "megatron_dppo", "evaluate", str(config), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_alpaca_eval_receives_the_whole_answers_to_its_instructions(tmp_path):
+    config = write_material(tmp_path)
+    out = tmp_path / "out"
+    words = [f"--out={out}", "--alpaca-eval=sums", "evaluation.samples_per_prompt=1"]
+    result = evaluate(config, *words)
+    assert result.returncode == 0, result.stderr[-4000:]
+    outputs = json.loads((out / "model_outputs_0.json").read_text())
+    lines = (tmp_path / "held_out.jsonl").read_text().splitlines()
+    assert [output["instruction"] for output in outputs] == [
+        json.loads(line)["prompt"] for line in lines
+    ]
+    assert {output["generator"] for output in outputs} == {str(tmp_path / "model")}
+    samples = read_step_lines(out / "samples.jsonl")
+    for output, sample in zip(outputs, samples, strict=True):
+        assert output.keys() == {"instruction", "output", "generator"}
+        # A sample shows the tokens' text; the judged answer has no special tokens.
+        assert output["output"]
+        assert sample["response"].startswith(output["output"])
+
+
+def test_a_set_that_alpaca_eval_cannot_judge_is_refused(tmp_path):
+    config = write_material(tmp_path)
+    result = evaluate(config, "--alpaca-eval=other", "evaluation.samples_per_prompt=2")
+    assert result.returncode == 2
+    assert "--alpaca-eval: got other, expected a set of data.evaluation: sums" in result.stderr
+    assert "evaluation.samples_per_prompt: got 2, expected 1" in result.stderr
+
+
 def test_the_figures_are_of_the_kept_responses(tmp_path):
     config = write_material(tmp_path)
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "megatron_dppo", "evaluate", str(config), "--out", str(out)]
     overrides = [
         f"evaluation.samples_per_prompt={SAMPLES}",
         "reward.name=tests.unit.planted_rewards:of_every_character",
     ]
-    result = subprocess.run([*command, *overrides], capture_output=True, text=True, check=False)
+    result = evaluate(config, "--out", str(out), *overrides)
     assert result.returncode == 0, result.stderr[-4000:]
     (report,) = json.loads((out / "evaluation.json").read_text()).values()
     samples = read_step_lines(out / "samples.jsonl")
