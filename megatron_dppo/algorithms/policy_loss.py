@@ -1,4 +1,4 @@
-"""The policy loss of every algorithm (arXiv 2602.04879 v2, Eq. 23): -sum over tokens of M min(w, C) A.
+"""The policy loss of every algorithm (arXiv 2602.04879 v3, Eq. 23): -sum over tokens of M min(w, C) A.
 
 ``algorithm.py`` builds an algorithm, ``decisions.py`` evaluates its mask M and weight w, and ``token_metrics.py``
 computes the metrics. ``aggregation.py`` has the count that divides the sum.

@@ -1,5 +1,5 @@
 """Masks M, weights w and additive penalties of the unified update: the sum over tokens of M min(w, C) A grad log pi
-(arXiv 2602.04879 v2, Eq. 23).
+(arXiv 2602.04879 v3, Eq. 23).
 
 A row of ``table.py`` names these functions. None of them carries a gradient. Rules that need a whole response are in
 ``sequence_rules.py``, rules that need a whole optimiser step in ``step_rules.py``.
