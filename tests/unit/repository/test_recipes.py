@@ -8,6 +8,7 @@ import yaml
 
 from examples.recipes import paper, verdicts
 from megatron_dppo.config import check_config, load_config
+from megatron_dppo.rewards import find_reward
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = ROOT / "examples" / "recipes"
@@ -87,6 +88,14 @@ def test_the_recipe_passes_every_check_with_any_algorithm(name, algorithm, tmp_p
     )
     layout = check_config(config, name)
     assert layout.endswith(f" and {STEPS[name][1]} optimiser steps")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_rewards_of_a_recipe_take_its_options(name):
+    for term in load_config(RECIPES / f"{name}.yaml").reward.terms.values():
+        # A reward model loads its tokenizer, which is not here.
+        if term.name != "reward_model":
+            assert find_reward(term.name).bind(term.options)
 
 
 @pytest.mark.parametrize("name", STEPS)
