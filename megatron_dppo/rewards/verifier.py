@@ -197,9 +197,15 @@ class Verifier:
         self._pool = WorkerPool(self._start_worker, self._worker_count)
 
     def form(self) -> RewardForm:
-        """The reward's form. Waits for the first worker. Raises VerifierError if the worker cannot start."""
+        """The reward's form. Waits for the first worker.
+
+        Raises VerifierError if the worker cannot start, or if the reward does not take its options.
+        """
         if self._reward.runs_inline:
-            return self._reward.bind(self._options).form
+            try:
+                return self._reward.bind(self._options).form
+            except ValueError as error:
+                raise VerifierError(str(error)) from error
         return self._pool.workers[0].form()
 
     def submit(self, record: RewardInput) -> Future[Score]:

@@ -31,6 +31,13 @@ def test_inline_rewards_start_no_process():
         assert verifier.score([Input("1+1=2", "2"), Input("3", "2")]) == [Score(1.0), Score(0.0)]
 
 
+def test_an_inline_reward_refuses_an_option_that_it_lacks():
+    for name in ("exact_integer", "environment"):
+        verifier = Verifier(name, timeout_s=1.0, workers=1, options={"answer_in": "box"})
+        with verifier, pytest.raises(VerifierError, match="answer_in"):
+            verifier.form()
+
+
 def test_order_is_kept_and_workers_share_the_work():
     with Verifier(reward_name("sleep_and_echo"), timeout_s=60.0, workers=2) as verifier:
         pairs = [Input(str(0.05 * (i % 3)), str(i / 10)) for i in range(10)]
