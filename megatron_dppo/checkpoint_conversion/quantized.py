@@ -38,12 +38,15 @@ from megatron_dppo.model.quantization import (
 )
 from megatron_dppo.system.files import Closing
 
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class DequantizedReader(Closing):
     """The tensors of a folder with 8-bit weights. ``specs`` has the stored types; 8-bit rows are returned as fp32.
 
     ``block``: config.json's ``weight_block_size``; None if the key is missing. Raises CheckpointError if an 8-bit
-    tensor is no matrix, has no scales, or has scales whose shape does not fit its blocks.
+    tensor is no matrix, has no scales, has scales that are no floating-point numbers of 16 or 32 bits, or has scales
+    whose shape does not fit its blocks.
     """
 
     def __init__(self, reader: SafetensorsReader, block: tuple[int, int] | None) -> None:
@@ -66,6 +69,11 @@ class DequantizedReader(Closing):
             raise CheckpointError(
                 f"{self.folder}: {name} of shape {spec.shape} has 8-bit weights, expected a matrix with "
                 f"{name}{SCALE_SUFFIX}"
+            )
+        if scale.dtype not in _SCALE_DTYPES:
+            raise CheckpointError(
+                f"{self.folder}: {name}{SCALE_SUFFIX} has the type {str(scale.dtype).removeprefix('torch.')}, expected "
+                "float32, bfloat16 or float16: exponents that are stored as bytes (UE8M0) are not read"
             )
         if math.prod(scale.shape) == 1:
             return spec.shape[0], spec.shape[1]

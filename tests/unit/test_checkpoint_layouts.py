@@ -167,6 +167,10 @@ BAD_SCALES: dict[str, tuple[Callable[[Tensors], object], dict[str, object], str]
     "another grid": (
         lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(2, 3)}), {}, r"\(2, 3\)",
     ),
+    "exponents in bytes": (
+        lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.full((4, 2), 127, dtype=torch.uint8)}),
+        {}, r"up_proj\.weight_scale_inv has the type uint8, expected float32",
+    ),
     "no block size": (lambda t: None, {"weight_block_size": None}, "weight_block_size"),
     "a wild block size": (lambda t: None, {"weight_block_size": [0, 32]}, "weight_block_size"),
     "NaN": (
