@@ -269,6 +269,23 @@ def test_a_bucket_is_sent_whole_without_a_base() -> None:
     assert changes.positions.tolist() == [3]
 
 
+def test_an_element_that_returns_to_an_earlier_value_is_sent_again() -> None:
+    sent = SentWeights()
+    x = torch.arange(40, dtype=torch.uint8)
+    y = x.clone()
+    y[3] += 1
+    served = x.clone()
+    sent.begin(is_base=True)
+    assert sent.changes(x, 1) is None
+    for data in (y, x, y):
+        sent.begin(is_base=True)
+        changes = sent.changes(data.clone(), 1)
+        assert changes is not None
+        assert changes.positions.tolist() == [3]
+        apply_changes(served, changes)
+        assert torch.equal(served, data)
+
+
 class Source(test_weight_sync.Source):
     """Two buckets of one tensor, which ``train`` changes in one element."""
 
