@@ -85,7 +85,8 @@ def geometric_band(
 
     Public code combines this "geometric" mask with truncated importance sampling. SkyRL's documentation ("Off Policy
     Correction") has this form and these numbers. Its band rejects responses on which engine and trainer disagree at the
-    same weights. So the band compares pi' with mu. The updates on the batch move pi out of a band of 1%.
+    same weights. So the band compares pi' with mu. The updates on the batch move pi out of a band of 1%. There is one
+    difference: SkyRL's weight is pi / pi' times min(pi' / mu, C), ours is min(pi / mu, C) (``Algorithm.ratio_cap``).
     """
     log_ratio = (recomputed(inputs) - inputs.rollout_log_probs).double()
     ratio = sequence_means(inputs, log_ratio).exp()
@@ -108,8 +109,9 @@ def mean_shift(
 
     Sources: the paper's abstract, and the description of this form (allenai/open-instruct, pull request 1681);
     open-instruct's documentation has the bound of 2. The paper's own filter uses a mean over a batch. Algorithm 1 and
-    the appendix of hyperparameters were not read. This package has no value model, so it lacks the paper's realigned
-    advantages.
+    the appendix of hyperparameters were not read. There are two differences. Their weight is pi / pi' times a factor of
+    rho, ours is min(pi / mu, C) (``Algorithm.ratio_cap``). This package has no value model, so it lacks the paper's
+    realigned advantages.
     """
     log_ratio = (recomputed(inputs) - inputs.rollout_log_probs).double()
     shift = sequence_means(inputs, torch.expm1(log_ratio).abs())

@@ -131,8 +131,9 @@ def outward_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
 
     Source: the authors' code (Infini-AI-Lab/M2PO, ``compute_m2po_policy_loss`` and its scripts), whose r is pi / mu as
     here. There are two differences. Their moment is over a micro-batch, so that their cut depends on packing; ours is
-    over the optimiser step and all replicas. Their cut is the largest value of a token below the level c, ours is c
-    itself; both block the same tokens unless a value equals c. The paper's text was not read.
+    over the optimiser step and all replicas. Their cut is 1e-12 less than the largest value of a token below the level
+    c, so that the token with this value is clipped, too. Our cut is c itself, so that this token trains. All other
+    tokens are treated alike. The paper's text was not read.
     """
     squares = log_ratio_to(inputs, anchor).double().square()
     return inward(inputs, anchor) | (squares <= step_bound_of(inputs))
