@@ -78,7 +78,7 @@ def table() -> str:
         "nodes",
         "trainer",
         "servers",
-        *(f"{gpu.upper()}: GPU memory; sequences; step" for gpu in GPUS),
+        *(f"{gpu.upper()}: GPU memory; sequences; step; tokens/s a GPU" for gpu in GPUS),
     ]
     rows = [head, ["---"] * len(head), *(_row(recipe) for recipe in NODES)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -98,7 +98,9 @@ def _cell(plan: RunPlan) -> str:
     if not plan.fits or plan.seconds is None or plan.engine is None:
         return "does not fit"
     memory_share = plan.fullest.total / plan.cluster.device.memory
-    return f"{memory_share:.0%}; {plan.engine.sequences}; {plan.seconds.total:,.0f} s"
+    seconds = plan.seconds.total
+    rate = plan.facts.rollout.tokens / seconds / plan.cluster.gpus
+    return f"{memory_share:.0%}; {plan.engine.sequences}; {seconds:,.0f} s; {rate:,.0f}"
 
 
 def updated_page(text: str) -> str:

@@ -227,6 +227,12 @@ def _data(plan: RunPlan) -> Table:
         f"{gb(columns.routing)}; {gb(columns.routing_wire)}",
         "",
     )
+    if plan.seconds is not None:
+        table.add_row(
+            "a step's tokens and columns: from the leaders to the ranks",
+            gb(columns.replicas),
+            f"{plan.seconds.exchange:.1f}",
+        )
     table.add_row(
         "a step's Top-K: in memory; on the wire", f"{gb(columns.topk)}; {gb(columns.topk_wire)}", ""
     )

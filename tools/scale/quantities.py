@@ -203,7 +203,9 @@ SECTIONS: dict[str, tuple[ComputedRow, ...]] = {
     ),
     "A step": (
         ComputedRow(
-            "step", _step, "FLOPs and bandwidths (planner/step_time.py): a lower bound, no forecast"
+            "step",
+            _step,
+            "FLOPs, bandwidths, and shares of the peak that published runs reached (planner/step_time.py)",
         ),
         ComputedRow(
             "MFU of the trainer's seconds",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
+from megatron_dppo.cluster.planner.batch_memory import column_bytes
 from megatron_dppo.cluster.planner.colocation import HOST_LINK, switch_seconds
 from megatron_dppo.cluster.planner.decode_time import (
     DECODE_OVERHEAD,
@@ -46,6 +47,10 @@ predicted cost (data/balancing.py)."""
 OVERHEAD = 0.5
 """Seconds that an optimiser step adds to its passes: optimizer, reductions, launches. Assumption."""
 
+EXCHANGE_RATE = 0.144 * GB
+"""Bytes/s of a batch's columns that a rank receives, checks and packs after the last response. 43 GB for 32 ranks take
+9.4 s of a core for each rank (docs/evidence/benchmarks.md, "Data plane")."""
+
 HOST_RATE = 200 * GB
 """Bytes/s that all ranks of a node together read from and write to host memory. Assumption: half of the peak of two
 sockets with eight channels of DDR5 each."""
@@ -79,6 +84,7 @@ class StepSeconds:
         communication: seconds of the collectives in all passes.
         update: seconds of a weight update.
         checkpoint: seconds of a checkpoint / the steps between two checkpoints.
+        exchange: seconds in which the columns of the batch, such as recorded routing (R3), reach the ranks.
         tail: seconds in which the last responses end.
         switch: seconds in which shared GPUs change between trainer and servers.
         evaluation: seconds of an evaluation / the steps between two evaluations.
@@ -92,6 +98,7 @@ class StepSeconds:
     communication: float
     update: float
     checkpoint: float
+    exchange: float = 0.0
     tail: float = 0.0
     switch: float = 0.0
     evaluation: float = 0.0
@@ -107,6 +114,7 @@ class StepSeconds:
             "recomputed log-probs": self.recompute_pass,
             "training": self.training,
             "collectives": self.communication,
+            "columns": self.exchange,
             "switch": self.switch,
             "weight update": self.update,
             "evaluation": self.evaluation,
@@ -116,8 +124,8 @@ class StepSeconds:
 
     @property
     def trainer(self) -> float:
-        """Seconds in which the trainer's GPUs work on the batch."""
-        return self.recompute_pass + self.training + self.communication
+        """Seconds in which the trainer works on the batch."""
+        return self.recompute_pass + self.training + self.communication + self.exchange
 
     @property
     def servers(self) -> float:
@@ -239,11 +247,22 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
         communication=communication_seconds(facts, cluster),
         switch=switch_seconds(facts, cluster.device),
         update=update,
+        exchange=exchange_seconds(facts),
         checkpoint=traffic.checkpoint_seconds / facts.checkpoint_every,
         evaluation=evaluation,
         mean_response=generation.mean_response,
         last_response=generation.last_response,
     )
+
+
+def exchange_seconds(facts: RunFacts) -> float:
+    """Return the seconds in which the leaders send the columns of a batch to the ranks that train on them.
+
+    The ranks share the columns' bytes equally. Servers send the columns to the leaders while other responses are still
+    generated, so the HTTP replies cost no time of their own.
+    """
+    columns = column_bytes(facts.trainer.shape, facts.rollout)
+    return columns.replicas / (facts.trainer.layout.world_size * EXCHANGE_RATE)
 
 
 def host_adam_seconds(facts: RunFacts, cluster: Cluster) -> float:
@@ -422,4 +441,5 @@ def assumptions() -> dict[str, float]:
         "seconds of a decode step beside memory and FLOPs": DECODE_OVERHEAD,
         "seconds of a decode step for each of its sequences": SEQUENCE_OVERHEAD,
         "seconds of a small all-reduce": REDUCE_LATENCY,
+        "bytes/s of a batch's columns into a rank": EXCHANGE_RATE,
     }

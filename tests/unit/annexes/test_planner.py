@@ -760,6 +760,19 @@ def test_where_no_layout_fits_the_least_that_does_is_named(capsys, monkeypatch):
     assert command.main([*words, "--nodes", "4", "--search", "--json"]) == 2
 
 
+def test_router_replay_costs_the_seconds_of_its_bytes():
+    with_routing, without = (
+        replace(facts(), rollout=replace(facts().rollout, routing=has_routing))
+        for has_routing in (True, False)
+    )
+    # A token's routing has 48 layers x 8 experts of one byte. The last token of a response has none.
+    routing_bytes = 384 * (with_routing.rollout.tokens - with_routing.rollout.responses)
+    ranks = with_routing.trainer.layout.world_size
+    added = plan_run(with_routing, H100).seconds.total - plan_run(without, H100).seconds.total
+    assert added == pytest.approx(routing_bytes / (ranks * 0.144e9), rel=1e-3)
+    assert added > 1
+
+
 def test_who_waits_for_whom_and_the_gpu_hours_by_hand(capsys, monkeypatch):
     seconds = StepSeconds(ON_POLICY, 60, 4, 20, 6, 5, 5)
     assert seconds.total == 100
