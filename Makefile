@@ -5,7 +5,7 @@ RUN_IN_VENV = $(if $(shell grep -sx kind=cpu .venv/.installed),CUDA_VISIBLE_DEVI
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo demo-tools arena slurm-demo gpu-check test lint types unit docs mutants failpoints flips chaos soak clean
+.PHONY: help setup demo demo-tools arena slurm-demo gpu-check test test-second test-slow lint types unit docs mutants failpoints flips chaos soak clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -29,8 +29,16 @@ gpu-check: setup  ## what to run first on a GPU machine; without one it checks w
 	@$(PYTHON_IN_VENV) -m megatron_dppo gpu-check $(if $(ONLY),--only $(ONLY))
 
 # In the order of folders: the longest files, of distributed and integration tests, begin first, and short ones fill the end.
-test: lint types  ## every check: lint, types, unit, distributed, integration and Slurm tests (ALL=1: the slow ones too)
-	@$(RUN_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(if $(ALL),,-m 'not slow')
+PYTEST = @$(RUN_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+FIRST_TIER = not slow and not second
+test: lint types  ## lint, types, all unit tests, a loop, a weight update, a resume (ALL=1: every test)
+	$(PYTEST) $(if $(ALL),,-m '$(FIRST_TIER)')
+
+test-second: setup  ## the tests that `make test` leaves out, but for the slow ones
+	$(PYTEST) -m second
+
+test-slow: setup  ## the slow tests (DAY=0 to 6: a seventh of them)
+	$(PYTEST) -m slow $(if $(DAY),--slow-day $(DAY))
 
 unit: setup  ## the fast tests alone
 	@$(RUN_IN_VENV) -m pytest tests/unit

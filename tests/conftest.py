@@ -1,7 +1,52 @@
-"""Settings of every process of the tests and of its child processes."""
+"""Settings of every process of the tests and of its child processes, and the tiers of the tests.
+
+The first tier is ``make test``. Continuous integration then runs the second tier, and a share of the slow tests that
+changes from day to day.
+"""
 
 import os
+import zlib
+
+import pytest
 
 # torch and numpy read this variable when they are imported. Several test processes share the cores. If each process had
 # a thread for each core, a parallel loop would spin until its last thread gets a core, and cost ten times as much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+FOLDERS_OF_SECOND = ("distributed", "integration", "slurm")
+"""Folders whose tests are of the second tier, unless they are marked ``first`` or ``slow``."""
+DAYS = 7
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow-day",
+        type=int,
+        choices=range(DAYS),
+        help=f"of the slow tests, only the share of this day; {DAYS} days have all of them",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of the second tier, and leave out the slow tests of other days."""
+    day = config.getoption("--slow-day")
+    kept, left_out = [], []
+    for item in items:
+        is_slow = item.get_closest_marker("slow") is not None
+        is_first = item.get_closest_marker("first") is not None
+        folder = item.path.relative_to(config.rootpath / "tests").parts[0]
+        if folder in FOLDERS_OF_SECOND and not is_slow and not is_first:
+            item.add_marker(pytest.mark.second)
+        if is_slow and day is not None and day_of(item.nodeid) != day:
+            left_out.append(item)
+        else:
+            kept.append(item)
+    items[:] = kept
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+
+
+def day_of(nodeid: str) -> int:
+    """Return the day, 0 to 6, on which continuous integration runs the slow test ``nodeid``."""
+    return zlib.crc32(nodeid.encode()) % DAYS

@@ -14,7 +14,7 @@ from megatron_dppo.vocab_parallel.head import (
 from tests.distributed.test_policy_stats import join
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.first, pytest.mark.distributed]
 
 T, H, V, K = 41, 12, 501, 3
 

@@ -13,7 +13,7 @@ from megatron_dppo.vocab_parallel import policy_stats
 from megatron_dppo.vocab_parallel.policy_stats import dense_policy_stats
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.first, pytest.mark.distributed]
 
 T, V, K = 23, 1001, 5
 

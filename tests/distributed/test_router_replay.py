@@ -201,6 +201,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.distributed
+@pytest.mark.first
 def test_the_recordings_are_not_the_natural_routing(reference: Path) -> None:
     got = torch.load(reference / "reference.pt", weights_only=True)
     compared = sum(
@@ -215,7 +216,10 @@ def test_the_recordings_are_not_the_natural_routing(reference: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world_size", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [pytest.param(2, TWO_RANKS, marks=pytest.mark.first), (4, FOUR_RANKS)],
+)
 def test_routers_replay_and_train_as_one_process_does(
     reference: Path, world_size: int, cases: dict[str, Any]
 ) -> None:
@@ -323,6 +327,7 @@ def replay_beside_dense_layers(trainer) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
+@pytest.mark.first
 def test_replaying_the_natural_routing_changes_nothing(reference: Path) -> None:
     (found,) = run_ranks(f"{MODULE}:natural_worker", 1, str(reference))
     assert found["agreement"] == 1

@@ -616,6 +616,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.distributed
+@pytest.mark.first
 def test_reference_masks_some_tokens_and_warms_up(reference: Path) -> None:
     for family in FAMILIES:
         got = torch.load(reference / f"{family}.pt", weights_only=True)
@@ -629,7 +630,7 @@ def test_reference_masks_some_tokens_and_warms_up(reference: Path) -> None:
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, TWO_RANKS),
+        pytest.param(2, TWO_RANKS, marks=pytest.mark.first),
         (3, THREE_RANKS),
         (4, FOUR_RANKS),
         (2, CONTEXT_TWO),

@@ -80,6 +80,7 @@ def disturbed_run(config):
     return run
 
 
+@pytest.mark.first
 def test_a_killed_engine_is_replaced_and_the_run_completes(disturbed_run):
     assert steps_of(disturbed_run.directory) == [0, 1, 2, 3, 4]
     assert "restart 1 of 3" in disturbed_run.text
@@ -87,6 +88,7 @@ def test_a_killed_engine_is_replaced_and_the_run_completes(disturbed_run):
     assert_every_response_counted_once(disturbed_run.directory, 4)
 
 
+@pytest.mark.first
 def test_it_is_out_of_reach_of_others_and_leaves_nothing_behind(disturbed_run):
     assert disturbed_run.listening == {"127.0.0.1"}
     in_folders = [p for p in disturbed_run.private if p.parent.name.startswith("mdppo-")]
@@ -99,6 +101,7 @@ def test_it_is_out_of_reach_of_others_and_leaves_nothing_behind(disturbed_run):
         assert not [key for key in disturbed_run.keys if key.encode() in content], path
 
 
+@pytest.mark.first
 def test_every_weight_update_was_verified(disturbed_run):
     summary = summary_of(disturbed_run.directory)
     assert summary["steps"] == 4
@@ -111,6 +114,7 @@ def test_every_weight_update_was_verified(disturbed_run):
     assert versions == {3}
 
 
+@pytest.mark.first
 def test_trainer_engine_and_export_agree(disturbed_run):
     summary = summary_of(disturbed_run.directory)
     assert summary["mean_abs_prob_gap"] <= 1e-4
@@ -202,6 +206,7 @@ def test_ctrl_c_while_the_engine_starts_is_a_clean_stop(config, tmp_path):
         assert "Traceback" not in run.text
 
 
+@pytest.mark.first
 def test_another_algorithm_does_not_continue_a_run(config, disturbed_run):
     overrides = (f"run.directory={disturbed_run.directory}", "algorithm.name=grpo", "run.steps=5")
     with TrainingRun(config, *overrides) as run:
@@ -209,6 +214,7 @@ def test_another_algorithm_does_not_continue_a_run(config, disturbed_run):
         assert "algorithm.name: 'dppo-binary-tv' there, 'grpo' now" in run.text
 
 
+@pytest.mark.first
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(config, disturbed_run, tmp_path):
     """Both train on the rollouts of ``disturbed_run``: 4 steps at once, or 2 steps and 2 more in a new process."""
     common = (f"rollout.replay_from={disturbed_run.directory}/rollouts", "algorithm.name=pg-is")

@@ -82,6 +82,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("trained"), seed=1)
 
 
+@pytest.mark.first
 def test_the_engine_runs_the_new_weights(server: RunningServer, trained: Path) -> None:
     assert_serves(server, server.folder, 0)
     engine = server.weights()
@@ -212,6 +213,7 @@ CORRUPTIONS = [
 @pytest.mark.parametrize(
     ("corrupt", "tensors"), CORRUPTIONS, ids=lambda v: getattr(v, "__name__", "")
 )
+@pytest.mark.first
 def test_a_corruption_on_the_way_is_caught_and_named(
     server: RunningServer, trained: Path, corrupt: Callable[..., Weights], tensors: set[str]
 ) -> None:
@@ -290,6 +292,7 @@ def swap_every_gate_and_up(new: Weights) -> Weights:
     return {name: new[other(name)] for name in new}
 
 
+@pytest.mark.first
 def test_the_canary_sees_what_checksums_cannot(server: RunningServer, trained: Path) -> None:
     """The conversion swaps gate and up projections. The checksums agree: the engine has the weights that were sent."""
     wrong = Source(swap_every_gate_and_up(read(trained)), model=trained)
