@@ -31,12 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of the second tier, and leave out the slow tests of other days."""
     day = config.getoption("--slow-day")
+    folders = [config.rootpath / "tests" / name for name in FOLDERS_OF_SECOND]
     kept, left_out = [], []
     for item in items:
         is_slow = item.get_closest_marker("slow") is not None
         is_first = item.get_closest_marker("first") is not None
-        folder = item.path.relative_to(config.rootpath / "tests").parts[0]
-        if folder in FOLDERS_OF_SECOND and not is_slow and not is_first:
+        is_in_second_folder = any(item.path.is_relative_to(folder) for folder in folders)
+        if is_in_second_folder and not is_slow and not is_first:
             item.add_marker(pytest.mark.second)
         if is_slow and day is not None and day_of(item.nodeid) != day:
             left_out.append(item)

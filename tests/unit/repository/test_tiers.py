@@ -1,0 +1,53 @@
+"""The tiers of the tests, in a small project that has this project's settings of pytest."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import DAYS
+from tests.ranks import ROOT
+
+FILES = {
+    "unit/test_a.py": "def test_fast(): pass\n@pytest.mark.second\ndef test_long(): pass\n",
+    "integration/test_b.py": "@pytest.mark.first\ndef test_loop(): pass\ndef test_more(): pass\n",
+    "slurm/test_c.py": "@pytest.mark.slow\n@pytest.mark.parametrize('n', range(50))\ndef test_s(n): pass\n",
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    root = tmp_path_factory.mktemp("project")
+    for name, text in FILES.items():
+        path = root / "tests" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(f"import pytest\n{text}")
+    shutil.copy(ROOT / "tests" / "conftest.py", root / "tests")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    return root
+
+
+def collected(project, *words):
+    completed = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests", "--collect-only", *words],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return {line.rpartition("::")[2] for line in completed.stdout.splitlines() if "::" in line}
+
+
+def test_each_test_belongs_to_one_tier(project):
+    makefile = (ROOT / "Makefile").read_text()
+    assert "FIRST_TIER = not slow and not second\n" in makefile
+    assert collected(project, "-m", "not slow and not second") == {"test_fast", "test_loop"}
+    assert collected(project, "-m", "second") == {"test_long", "test_more"}
+
+
+def test_seven_days_run_every_slow_test_once(project):
+    days = [collected(project, "-m", "slow", "--slow-day", str(day)) for day in range(DAYS)]
+    assert sorted(name for day in days for name in day) == sorted(f"test_s[{n}]" for n in range(50))
+    assert all(days)
