@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     other_dtypes,
     source_certificate,
 )
+from megatron_dppo.checkpoint_conversion.peft_deltas import PEFT_PREFIX, Factors, PeftDeltas
 from megatron_dppo.checkpoint_conversion.streaming import Progress
 from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from megatron_dppo.model.adapters import (
@@ -25,7 +27,6 @@ from megatron_dppo.model.adapters import (
     ANY_EXPERT,
     HEAD,
     LORA_A,
-    LORA_B,
     AdapterError,
     Adapters,
     adapter_tensors,
@@ -39,19 +40,14 @@ from megatron_dppo.model.mapping import carried_names, hf_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
-_PREFIX = "base_model.model."
 _SUFFIX = ".weight"
-"""Beginning and end of a tensor's name in PEFT's files."""
+"""End of a tensor's name in PEFT's files."""
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_rslora": (False, None),
     "use_dora": (False, None),
     "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
     "modules_to_save": ([], None),
-    "target_parameters": ([], None),
     "layers_to_transform": ([], None),
     "layer_replication": ([], None),
     "trainable_token_indices": ([], {}, None),
@@ -64,6 +60,14 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "monteclora_config": (None,),
 }
 """Entry of adapter_config.json -> the values that plain LoRA adapters may have. An error names the first value."""
+_SINGLE: Mapping[str, tuple[Any, ...]] = {
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "target_parameters": ([], None),
+}
+"""The same for adapters that start a run: a run has one rank and one alpha. Other adapters can be merged."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+"""Part of the name of one expert's matrix."""
 _INITIAL = "init_lora_weights"
 _BASE_KEPT = (True, False, None, "true", "gaussian", "eva", "orthogonal", "mica")
 """With these values of ``init_lora_weights``, PEFT does not change the base."""
@@ -97,36 +101,25 @@ def peft_names(name: str, shape: ModelShape) -> list[str]:
     if f".{ANY_EXPERT}." in name:
         experts = range(shape.num_experts)
         full_names = [name.replace(f".{ANY_EXPERT}.", f".{expert}.") for expert in experts]
-    return [f"{_PREFIX}{full_name}{_SUFFIX}" for full_name in full_names]
+    return [f"{PEFT_PREFIX}{full_name}{_SUFFIX}" for full_name in full_names]
 
 
 class PeftReader(Closing):
     """A folder of adapters, open for reading.
 
     Raises CheckpointError if the folder is not in PEFT's format, has adapters that are not plain LoRA, or does not fit
-    ``adapters`` and ``shape``. The message lists all differences. With ``reversible``, the folder is
-    also accepted if PEFT subtracted the adapters' initial B A from the base, and ``residual`` can compute the changed
-    base.
+    ``adapters`` and ``shape``. The message lists all differences.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        adapters: Adapters,
-        shape: ModelShape,
-        *,
-        reversible: bool = False,
-    ) -> None:
+    def __init__(self, folder: str | Path, adapters: Adapters, shape: ModelShape) -> None:
         self.folder = Path(folder)
         self._shape = shape
         self._adapters = adapters
         config = _read_config(self.folder)
-        self.initialization = _base_changing_initialization(config)
         self._file = tensor_store.SafetensorsFile(self.folder / PEFT_WEIGHTS)
-        faults = list(_config_faults(config, adapters))
-        initialization = self.initialization
-        can_compute_base = reversible and initialization in _REVERSIBLE
-        if initialization is not None and not can_compute_base:
+        faults = [*_kind_faults(config), *_single_faults(config, adapters)]
+        initialization = _base_changing_initialization(config)
+        if initialization is not None:
             faults.append(_initialization_fault(initialization))
         try:
             modules = modules_of(config, shape, self._file.entries)
@@ -254,14 +247,36 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _config_faults(config: Mapping[str, Any], adapters: Adapters) -> Iterator[str]:
+def _kind_faults(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the entries of adapters that are no LoRA that can be merged by ``W + scale * B A``."""
     for key, plain_values in _PLAIN.items():
         # An entry that older versions of PEFT do not write counts as plain.
         if key in config and config[key] not in plain_values:
             yield f"{key} is {config[key]!r}, expected {plain_values[0]!r}"
-    for key, run_value in {"r": adapters.rank, "lora_alpha": adapters.alpha}.items():
-        if config[key] != run_value:
-            yield f"{key} is {config[key]}, expected {run_value}"
+
+
+def _single_faults(config: Mapping[str, Any], adapters: Adapters) -> Iterator[str]:
+    """Yield the differences from ``adapters``, which have one rank and one factor."""
+    for key, plain_values in _SINGLE.items():
+        if key in config and config[key] not in plain_values:
+            yield (
+                f"{key} is {config[key]!r}, expected {plain_values[0]!r}: a run has one rank and one alpha; "
+                "`megatron-dppo convert merge-adapters` merges these into their base"
+            )
+    if config["r"] != adapters.rank:
+        yield f"r is {config['r']}, expected {adapters.rank}"
+    alpha = config["lora_alpha"]
+    if not config.get("use_rslora"):
+        if alpha != adapters.alpha:
+            yield f"lora_alpha is {alpha}, expected {adapters.alpha}"
+        return
+    # rsLoRA's factor alpha / sqrt(r) is that of a larger alpha.
+    plain_alpha = float(alpha) * math.sqrt(config["r"])
+    if not math.isclose(plain_alpha, adapters.alpha, rel_tol=1e-6):
+        yield (
+            f"lora_alpha is {alpha} with use_rslora, which is the factor of lora.alpha={plain_alpha:.9g}, expected "
+            f"{adapters.alpha}"
+        )
 
 
 def _base_changing_initialization(config: Mapping[str, Any]) -> str | None:
@@ -283,7 +298,7 @@ def _initialization_fault(initialization: str) -> str:
     )
 
 
-def residual(weight: torch.Tensor, initialization: str, adapters: Adapters) -> torch.Tensor:
+def residual(weight: torch.Tensor, initialization: str, factors: Factors) -> torch.Tensor:
     """Compute ``weight`` minus its initial adapter, ``W - scale B A``, as PEFT does.
 
     Args:
@@ -291,19 +306,20 @@ def residual(weight: torch.Tensor, initialization: str, adapters: Adapters) -> t
         initialization: ``pissa``: U S V is the singular value decomposition of W, cut to the r largest values.
             A = sqrt(S / scale) V, B = U sqrt(S / scale). ``olora``: W = Q R. A is the first r rows of R, B the first
             r columns of Q.
-        adapters: The rank r, and the scale.
+        factors: Their rank r and their scale are those of the initial adapter.
     """
     matrix = weight.float()
+    rank, scale = factors.a.shape[0], factors.scale
     if initialization == "pissa":
         u, values, v = torch.linalg.svd(matrix, full_matrices=False)
-        roots = (values[: adapters.rank] / adapters.scale).sqrt()
-        a = roots[:, None] * v[: adapters.rank]
-        b = u[:, : adapters.rank] * roots
+        roots = (values[:rank] / scale).sqrt()
+        a = roots[:, None] * v[:rank]
+        b = u[:, :rank] * roots
     else:
         q, r = torch.linalg.qr(matrix)
-        a = r[: adapters.rank]
-        b = q[:, : adapters.rank]
-    return (matrix - adapters.scale * (b @ a)).to(weight.dtype)
+        a = r[:rank]
+        b = q[:, :rank]
+    return (matrix - scale * (b @ a)).to(weight.dtype)
 
 
 def modules_of(
@@ -322,16 +338,43 @@ def modules_of(
         AdapterError: ``target_modules`` matches nothing, or a matrix in only some of the layers. Also if
             ``target_modules`` or ``exclude_modules`` is malformed.
     """
-    groups = module_groups(shape)
-    all_modules = resolve_modules(list(groups), shape)
-    dims = adapter_tensors(Adapters(1, 1.0, all_modules), shape)
-    matrices = [name.removesuffix(f".{LORA_A}") for name in dims if name.endswith(LORA_A)]
+    matrices = _adaptable(shape)
+    selected = _selected(config, shape, stored)
+    targets = config["target_modules"]
+    names = set(map(_last_name, selected))
+    left_out: list[str] = []
+    for matrix in sorted(matrices):
+        if _last_name(matrix) in names and matrix not in selected:
+            left_out.append(matrix)
+    if left_out:
+        raise AdapterError(
+            f"target_modules are {targets!r}, which leave out {left_out[0]} (and {len(left_out) - 1} more), expected "
+            f"{_last_name(left_out[0])} of all layers or of none"
+        )
+    return tuple(name for name in _all_modules(shape) if name in names)
+
+
+def _all_modules(shape: ModelShape) -> tuple[str, ...]:
+    return resolve_modules(list(module_groups(shape)), shape)
+
+
+def _adaptable(shape: ModelShape) -> list[str]:
+    """Return the matrices that a run can adapt, without ``.weight``."""
+    dims = adapter_tensors(Adapters(1, 1.0, _all_modules(shape)), shape)
+    return [name.removesuffix(f".{LORA_A}") for name in dims if name.endswith(LORA_A)]
+
+
+def _selected(config: Mapping[str, Any], shape: ModelShape, stored: Collection[str]) -> set[str]:
+    """Return the matrices that ``target_modules`` and ``exclude_modules`` select. Arguments and errors are those of
+    ``modules_of``."""
+    matrices = _adaptable(shape)
     targets = config["target_modules"]
     excluded = config.get("exclude_modules")
-    has_experts = any(".experts." in name for name in stored)
+    has_experts = any(_EXPERT.search(name) for name in stored)
     if isinstance(targets, str) and targets.lower() == ALL:
         # PEFT does not count the output layer among all linear layers.
-        candidates = [m for m in matrices if _last_name(m) not in groups.get(HEAD, ())]
+        heads = module_groups(shape).get(HEAD, ())
+        candidates = [m for m in matrices if _last_name(m) not in heads]
     else:
         candidates = [matrix for matrix in matrices if _matches(targets, matrix)]
     selected: set[str] = set()
@@ -342,22 +385,15 @@ def modules_of(
         is_missed_by_peft = ".experts." in matrix and not has_experts
         if not is_excluded and not is_missed_by_peft:
             selected.add(matrix)
-    names = set(map(_last_name, selected))
-    left_out: list[str] = []
-    for matrix in sorted(matrices):
-        if _last_name(matrix) in names and matrix not in selected:
-            left_out.append(matrix)
-    if not selected:
+    unknown_targets: list[str] = []
+    if isinstance(targets, list):
+        unknown_targets = [t for t in targets if not any(_matches([t], m) for m in matrices)]
+    if unknown_targets or not selected:
         raise AdapterError(
-            f"target_modules are {targets!r}, which name nothing in a {shape.family} model with these tensors, "
-            f"expected some of {[ALL, *all_modules]}"
+            f"target_modules are {targets!r}, of which {unknown_targets or targets!r} name nothing in a {shape.family} "
+            f"model with these tensors, expected some of {[ALL, *_all_modules(shape)]}"
         )
-    if left_out:
-        raise AdapterError(
-            f"target_modules are {targets!r}, which leave out {left_out[0]} (and {len(left_out) - 1} more), expected "
-            f"{_last_name(left_out[0])} of all layers or of none"
-        )
-    return tuple(name for name in all_modules if name in names)
+    return selected
 
 
 def _matches(targets: Any, matrix: str) -> bool:
@@ -392,20 +428,23 @@ def merge_adapters(
     that can be merged; then no files are left.
     """
     shape = load_model_shape(hf_dir)
-    adapters = _adapters_in(Path(peft_dir), shape)
+    folder = Path(peft_dir)
+    config = _read_config(folder)
     with (
         torch_dist.CheckedReader(
             hf_folder.SafetensorsReader(hf_dir), source_certificate(hf_dir)
         ) as base,
-        PeftReader(peft_dir, adapters, shape, reversible=True) as reader,
+        PeftDeltas(folder, config, shape) as deltas,
     ):
+        _check_merge(folder, config, deltas, shape)
         tensor_store.check_store(base, shape, str(hf_dir))
         names = [*hf_tensors(shape), *carried_names(shape, base.specs)]
         specs = tensor_store.packed_specs(shape, {name: base.specs[name] for name in names})
         hashes = TensorHashes()
         writer = hf_folder.ShardedWriter(out_dir, specs, side_files_from=hf_dir)
         with writer, hashes:
-            for name, start, rows in _merged_rows(base, reader, adapters, shape):
+            initialization = _base_changing_initialization(config)
+            for name, start, rows in _merged_rows(base, deltas, initialization, shape):
                 hashes.update(name, rows)
                 writer.write_rows(name, start, rows)
                 progress(rows.nbytes)
@@ -416,6 +455,28 @@ def merge_adapters(
             )
             writer.certify(certificate)
     return certificate
+
+
+def _check_merge(
+    folder: Path, config: Mapping[str, Any], deltas: PeftDeltas, shape: ModelShape
+) -> None:
+    """Raise CheckpointError with all reasons why the adapters cannot be merged into their base."""
+    faults = list(_kind_faults(config))
+    initialization = _base_changing_initialization(config)
+    if initialization is not None and initialization not in _REVERSIBLE:
+        faults.append(_initialization_fault(initialization))
+    # Adapters of parameters alone have no modules.
+    if config["target_modules"] or not config.get("target_parameters"):
+        try:
+            selected = _selected(config, shape, deltas.stored)
+        except AdapterError as error:
+            faults.append(str(error))
+        else:
+            missing = sorted(name for name in selected if f"{name}.weight" not in deltas.names)
+            if missing:
+                faults.append(f"{len(missing)} adapters are missing, first {missing[0]}")
+    if faults:
+        raise CheckpointError(f"{folder}: its adapters cannot be merged: {'; '.join(faults)}")
 
 
 def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str | Path) -> Adapters:
@@ -465,24 +526,19 @@ def _stored_tensors(
 
 def _merged_rows(
     base: torch_dist.CheckedReader,
-    reader: PeftReader,
-    adapters: Adapters,
+    deltas: PeftDeltas,
+    initialization: str | None,
     shape: ModelShape,
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    dims = adapter_tensors(adapters, shape)
     for name in (*hf_tensors(shape), *carried_names(shape, base.specs)):
-        module = name.removesuffix(".weight")
-        a_name = f"{module}.{LORA_A}"
-        b_name = f"{module}.{LORA_B}"
-        if a_name not in dims:
+        if name not in deltas.names:
             for start, count in tensor_store.row_blocks(base.specs[name]):
                 yield name, start, base.read_rows(name, start, count)
             continue
-        a = reader.read(a_name, dims[a_name]).float()
-        b = reader.read(b_name, dims[b_name]).float()
+        factors = deltas.factors(name)
         residual_weight = None
-        if reader.initialization is not None:
-            residual_weight = residual(base.read(name), reader.initialization, adapters)
+        if initialization is not None:
+            residual_weight = residual(base.read(name), initialization, factors)
         for start, count in tensor_store.row_blocks(base.specs[name]):
             end = start + count
             rows = (
@@ -491,23 +547,8 @@ def _merged_rows(
                 else residual_weight[start:end]
             )
             # Sum in fp32 and round once: in bfloat16 a small delta would be lost.
-            delta = adapters.scale * (b[start:end] @ a)
+            delta = factors.scale * (factors.b[start:end] @ factors.a)
             yield name, start, (rows.float() + delta).to(rows.dtype)
-
-
-def _adapters_in(folder: Path, shape: ModelShape) -> Adapters:
-    """Read the adapters of the folder's adapter_config.json. ``PeftReader`` checks the other entries of the file."""
-    config = _read_config(folder)
-    file = tensor_store.SafetensorsFile(folder / PEFT_WEIGHTS)
-    try:
-        modules = modules_of(config, shape, file.entries)
-        return Adapters(int(config["r"]), float(config["lora_alpha"]), modules)
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder / PEFT_CONFIG}: not adapters of this {shape.family} ({error})"
-        ) from error
-    finally:
-        file.close()
 
 
 def _recorded_model(folder: Path) -> dict[str, Any]:

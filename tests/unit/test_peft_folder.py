@@ -127,6 +127,12 @@ def save_changed_adapters(base, folder, **options):
         {"target_modules": ["self_attn.q_proj", "mlp.up_proj"]},
         {"target_modules": r".*_proj", "exclude_modules": ["down_proj"]},
         {"target_modules": ["lm_head", "k_proj"]},
+        {"target_modules": ["q_proj", "v_proj"], "use_rslora": True},
+        {
+            "target_modules": ["q_proj", "up_proj"],
+            "rank_pattern": {"up_proj": 2, r"layers\.1\..*q_proj": 3},
+            "alpha_pattern": {"q_proj": 3},
+        },
     ],
 )
 def test_adapters_are_merged_as_peft_merges_them(base, tmp_path, options):
@@ -137,6 +143,81 @@ def test_adapters_are_merged_as_peft_merges_them(base, tmp_path, options):
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6)
     changed = {name for name, tensor in merged.items() if not torch.equal(tensor, plain[name])}
     assert changed == {name for name in plain if not torch.equal(expected[name], plain[name])}
+
+
+@pytest.fixture(scope="module")
+def moe_base(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("moe"), "qwen3_moe")
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # The router's and the experts' parameters, with a rank and an alpha of their own.
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "use_rslora": True},
+        {"target_modules": [], "target_parameters": EXPERTS[1:]},
+    ],
+    ids=["all-linear", "experts", "one parameter"],
+)
+def test_adapters_of_experts_are_merged_as_peft_merges_them(moe_base, tmp_path, options):
+    expected = save_changed_adapters(moe_base, tmp_path / "peft", **options)
+    merge_adapters(moe_base, tmp_path / "peft", tmp_path / "out", lambda count: None)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(moe_base).state_dict()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6)
+    changed = {name for name, tensor in merged.items() if not torch.equal(tensor, plain[name])}
+    assert changed == {name for name in plain if not torch.equal(expected[name], plain[name])}
+
+
+def test_adapters_of_experts_are_no_start_of_a_run_and_the_way_out_is_named(moe_base, tmp_path):
+    save_changed_adapters(moe_base, tmp_path / "peft", target_modules="all-linear")
+    shape = load_model_shape(moe_base)
+    with pytest.raises(CheckpointError, match=r"target_parameters is .*convert merge-adapters"):
+        PeftReader(tmp_path / "peft", PLAIN, shape)
+
+
+def test_rank_stabilised_adapters_start_a_run_with_their_factor(tmp_path, shape):
+    write_adapters(tmp_path / "out", PLAIN, shape)
+    change_config(tmp_path / "out", use_rslora=True)
+    # 8 / sqrt(4) is the factor of alpha 16 with rank 4.
+    PeftReader(tmp_path / "out", Adapters(4, 16.0, PLAIN.modules), shape).close()
+    with pytest.raises(CheckpointError, match=r"lora\.alpha=16, expected 8"):
+        PeftReader(tmp_path / "out", PLAIN, shape)
+
+
+def damage(folder, changes):
+    """Replace tensors of the folder; None removes a tensor."""
+    stored = load_file(folder / PEFT_WEIGHTS) | changes
+    kept = {name: tensor for name, tensor in stored.items() if tensor is not None}
+    save_file(kept, folder / PEFT_WEIGHTS)
+
+
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({f"{Q_PROJ}.lora_A.weight": None}, r"1 tensors are unknown.*q_proj\.lora_B"),
+        (
+            {f"{Q_PROJ}.lora_A.weight": None, f"{Q_PROJ}.lora_B.weight": None},
+            "adapters are missing",
+        ),
+        ({f"{Q_PROJ}.lora_A.weight": torch.ones(4, 63)}, r"A of shape \(4, 63\)"),
+        ({f"{Q_PROJ}.other": torch.ones(1)}, r"q_proj\.other"),
+    ],
+)
+def test_damaged_adapters_are_not_merged(base, tmp_path, changes, words):
+    save_changed_adapters(base, tmp_path / "peft", target_modules=["q_proj"])
+    damage(tmp_path / "peft", changes)
+    with pytest.raises(CheckpointError, match=words):
+        merge_adapters(base, tmp_path / "peft", tmp_path / "out", lambda count: None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_configuration_s_word_for_all_linears_is_read_as_it_stands(base, tmp_path):
@@ -190,6 +271,7 @@ def test_adapters_beside_an_unchanged_base_are_a_start(tmp_path, shape, initial)
         (r".*layers\.0\..*(q|v)_proj", "leave out model.layers.1.self_attn.q_proj"),
         ("(", "not a regex"),
         (r".*z_proj", "name nothing"),
+        (["q_proj", "v_proj", "z_proj"], r"\['z_proj'\] name nothing"),
         (7, "expected a list of names or a regex"),
     ],
 )
