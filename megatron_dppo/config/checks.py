@@ -464,6 +464,7 @@ def check_config(
         environment_faults(
             config.environment, algorithm.name, config.data.max_prompt_tokens, rollout
         ),
+        _sandbox_paths(config.environment, config.run.directory),
     )
     faults: list[str] = []
     for check in checks:
@@ -694,6 +695,23 @@ def _overlap(rollout: schema.RolloutConfig, lora: schema.LoraConfig) -> layout.F
             f"rollout.oversampling: got {rollout.oversampling}, expected 1 without "
             "rollout.drop_zero_variance_groups: the surplus would be generated for nothing"
         )
+
+
+def _sandbox_paths(environment: EnvironmentConfig, run_directory: str) -> layout.Faults:
+    """Report paths of an agent's sandbox that show the run's own folder, with its answers and checkpoints."""
+    paths = environment.options.get("sandbox_paths")
+    if environment.name != "agent" or not isinstance(paths, list):
+        return
+    run_folder = Path(run_directory).resolve()
+    for path in paths:
+        if not isinstance(path, str):
+            continue
+        shown_path = Path(path).resolve()
+        if run_folder.is_relative_to(shown_path) or shown_path.is_relative_to(run_folder):
+            yield (
+                f"environment.options.sandbox_paths: got {path!r}, which shows run.directory {run_directory}: expected "
+                "only the files and folders that the command needs"
+            )
 
 
 def _run_directory(directory: str) -> layout.Faults:

@@ -168,7 +168,8 @@ def _check_values(ignored: Any, branches: Any, tool_format: str) -> None:
 def _check_sandbox_values(agent: str, sandbox: Any, sandbox_paths: Any) -> None:
     if not isinstance(sandbox, bool):
         raise ValueError(f"options: sandbox: got {sandbox!r}, expected true or false")
-    if not isinstance(sandbox_paths, list | tuple):
+    is_list = isinstance(sandbox_paths, list | tuple)
+    if not is_list or not all(isinstance(path, str) and path for path in sandbox_paths):
         raise ValueError(f"options: sandbox_paths: got {sandbox_paths!r}, expected a list of paths")
     if sandbox and FUNCTION_PATH.fullmatch(agent):
         raise ValueError(

@@ -10,9 +10,11 @@ import contextlib
 import functools
 import os
 import platform
+import pwd
 import shutil
 import struct
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -68,11 +70,20 @@ def root_folders(*paths: str) -> Iterator[str]:
 
 
 _SYSTEM_FILES = (
-    "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/resolv.conf",
-    "/etc/hosts", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/services", "/etc/passwd", "/etc/group",
-    "/etc/localtime", "/etc/mime.types", "/opt",
+    "/etc/ld.so.cache", "/etc/alternatives", "/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/gai.conf",
+    "/etc/services", "/etc/passwd", "/etc/group", "/etc/localtime", "/etc/mime.types", "/opt",
+    # Certificates. The folders around them also have the machine's private keys.
+    "/etc/ssl/certs", "/etc/ssl/cert.pem", "/etc/ssl/ca-bundle.pem", "/etc/ssl/openssl.cnf", "/etc/ca-certificates",
+    "/etc/pki/tls/certs", "/etc/pki/tls/cert.pem", "/etc/pki/tls/openssl.cnf", "/etc/pki/ca-trust/extracted",
 )  # fmt: skip
 """Files that programs need for libraries, certificates, names of hosts and users, and the time zone."""
+_PROCESS_FOLDERS = ("/proc", "/dev")
+"""Folders of processes and of their shared memory. A sandbox has its own."""
+_PRIVATE_FOLDERS = (
+    *_PROCESS_FOLDERS, "/sys", "/run", "/root", "/home", "/tmp", "/var/lib", "/etc/ssl/private", "/etc/pki/tls/private",
+    "/etc/ssh",
+)  # fmt: skip
+"""Folders with keys, sockets and files of users. A sandbox shows no folder that holds one of them."""
 _PRIVATE_FOLDER = "/tmp"
 """The empty folder that is the home in a command's sandbox."""
 
@@ -103,12 +114,17 @@ def sandboxed(
 def _program_files(paths: Sequence[str]) -> Iterator[str]:
     """Yield bwrap's arguments that mount the files of a command's sandbox."""
     current_folder = Path.cwd()
-    home = Path.home()
-    if home.is_relative_to(current_folder):
+    if fault := _exposure(current_folder):
         raise SandboxError(
-            f"the current folder {current_folder} holds the home {home}, and a sandbox shows the current folder: "
+            f"the current folder {current_folder} {fault}, and a sandbox shows the current folder: "
             "expected another current folder"
         )
+    for path in paths:
+        if fault := _exposure(Path(path)):
+            raise SandboxError(
+                f"options: sandbox_paths: got {path!r}, which {fault}: expected only the files and folders that the "
+                "command needs"
+            )
     yield from ("--ro-bind", "/usr", "/usr")
     yield from root_folders("/lib", "/lib64", "/bin", "/sbin")
     for path in _SYSTEM_FILES:
@@ -125,6 +141,28 @@ def _program_files(paths: Sequence[str]) -> Iterator[str]:
         is_inside_current = Path(path).absolute().is_relative_to(current_folder)
         if path != resolved and not is_inside_current:
             yield from ("--ro-bind", resolved, os.path.abspath(path))
+
+
+def _exposure(path: Path) -> str | None:
+    """Describe why a sandbox must not show ``path``; None if it may."""
+    resolved = path.resolve()
+    for folder in _PROCESS_FOLDERS:
+        if resolved.is_relative_to(folder):
+            return f"is in {folder}"
+    # Other processes of this user have folders with sockets and keys in the temporary folder.
+    private_folders = [*_homes(), *_PRIVATE_FOLDERS, tempfile.gettempdir()]
+    for folder in private_folders:
+        if Path(folder).resolve().is_relative_to(resolved):
+            return f"shows all of {folder}"
+    return None
+
+
+def _homes() -> list[str]:
+    """Return the user's home by the environment, and by the system's list of users if the user is in it."""
+    homes = [str(Path.home())]
+    with contextlib.suppress(KeyError):
+        homes.append(pwd.getpwuid(os.getuid()).pw_dir)
+    return homes
 
 
 Calls = Mapping[str, tuple[int | None, int | None]]

@@ -33,6 +33,7 @@ from megatron_dppo.environments import (
     check_environment,
     makes_prompts,
 )
+from megatron_dppo.environments import sandbox as sandbox_module
 from megatron_dppo.environments.agent_conversation import TOOL_FORMATS, Conversation
 from megatron_dppo.environments.agent_programs import AgentSession, _run_command, result_of
 from megatron_dppo.environments.agents import Agent
@@ -318,6 +319,8 @@ def test_a_sandbox_that_can_not_be_is_refused_before_a_run(tmp_path, monkeypatch
     for options, key in (
         ({"sandbox": "yes"}, "sandbox"),
         ({"sandbox_paths": "/x"}, "sandbox_paths"),
+        ({"sandbox_paths": [3]}, "sandbox_paths"),
+        ({"sandbox_paths": [""]}, "sandbox_paths"),
     ):
         with pytest.raises(ValueError, match=f"options: {key}: got"):
             check_environment("agent", {"agent": SPY, **options})
@@ -333,6 +336,42 @@ def test_a_sandbox_that_can_not_be_is_refused_before_a_run(tmp_path, monkeypatch
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError, match="bubblewrap"):
         check_environment("agent", {"agent": SPY, "sandbox": True})
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/root", "/home", "~", "/proc", "/proc/self", "/dev/shm", "/etc", "/tmp", "/var", "link"],
+)
+def test_a_sandbox_shows_no_private_folder(tmp_path, path):
+    if path == "~":
+        path = os.environ["HOME"]
+    if path == "link":
+        (tmp_path / "link").symlink_to("/")
+        path = str(tmp_path / "link")
+    with pytest.raises(SandboxError, match=f"sandbox_paths: got '{path}'"):
+        list(sandbox_module._program_files([path]))
+
+
+@pytest.mark.parametrize("folder", ["/", "/etc", "/tmp"])
+def test_a_sandbox_does_not_start_in_a_folder_with_private_folders(monkeypatch, folder):
+    monkeypatch.chdir(folder)
+    with pytest.raises(SandboxError, match=f"current folder {folder}"):
+        list(sandbox_module._program_files([]))
+
+
+def test_a_sandbox_has_certificates_and_no_private_keys_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = list(sandbox_module._program_files(["/etc/hostname"]))
+    shown_paths = {
+        Path(words[i + 2]) for i, word in enumerate(words) if word.startswith("--ro-bind")
+    }
+    assert Path("/etc/ssl/certs") in shown_paths
+    for key in (
+        "/etc/ssl/private/a.key",
+        "/etc/pki/tls/private/a.key",
+        "/etc/pki/CA/private/a.key",
+    ):
+        assert not any(Path(key).is_relative_to(path) for path in shown_paths)
 
 
 NODE_AGENT = """

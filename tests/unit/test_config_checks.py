@@ -50,6 +50,19 @@ def test_padded_vocabulary(vocab, tensor, padded):
     assert padded_vocab_size(vocab, tensor) == padded
 
 
+def test_a_sandbox_does_not_show_the_runs_own_folder(tmp_path, check, problems):
+    words = [
+        "environment.name=agent",
+        "environment.options.agent=ls",
+        "environment.max_tokens=2000",
+        f"run.directory={tmp_path}/run",
+    ]
+    check(*words, f"environment.options.sandbox_paths=[{tmp_path}/tools]")
+    for path in (tmp_path, tmp_path / "run", tmp_path / "run" / "rollouts"):
+        (fault,) = problems(*words, f"environment.options.sandbox_paths=[{path}]")
+        assert mentions(fault, "environment.options.sandbox_paths", str(path), "run.directory")
+
+
 def test_a_folder_or_a_glob_of_data_files_passes(tmp_path, check):
     folder = tmp_path / "math"
     folder.mkdir()
