@@ -8,13 +8,13 @@ it runs, so that ``--help`` is immediate. ``python -m`` of such a module is the 
 from __future__ import annotations
 
 import difflib
-import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
 
 from megatron_dppo import EXAMPLES, __version__
 from megatron_dppo.system import plugins
+from megatron_dppo.system.imports import leave_current_folder
 
 REFUSED = 2
 """Exit code of a wrong command line, as in ``megatron_dppo.logging``. Importing that module would delay ``--help``."""
@@ -26,9 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     Default of ``arguments``: the command line.
     """
     command_line = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None and not sys.flags.safe_path:
-        # Import the user's rewards and environments from the current folder, like ``python -m``.
-        sys.path.insert(0, "")
+    if arguments is None:
+        # ``import_target`` imports the user's rewards and environments from the current folder.
+        leave_current_folder()
     if not command_line or command_line[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if command_line else REFUSED
@@ -36,13 +36,25 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     if name in ("-V", "--version"):
         print(f"megatron-dppo {__version__}")
         return 0
-    commands = plugins.find_plugins(plugins.COMMANDS)
+    commands = _commands()
     if name not in commands:
         print(f"error: {_unknown_command(name, commands)}", file=sys.stderr)
         return REFUSED
-    module = importlib.import_module(commands[name].module)
-    code: int | None = module.main(command_arguments)
+    try:
+        run_command = plugins.load_command(commands[name])
+    except plugins.PluginError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+    code: int | None = run_command(command_arguments)
     return code
+
+
+def _commands() -> Mapping[str, EntryPoint]:
+    """Return the commands by name. A faulty command of another package costs a warning, and no other command."""
+    commands, faults = plugins.sound_plugins(plugins.COMMANDS)
+    for fault in faults:
+        print(f"warning: {fault}", file=sys.stderr)
+    return commands
 
 
 def _unknown_command(word: str, commands: Mapping[str, EntryPoint]) -> str:
@@ -54,7 +66,7 @@ def _unknown_command(word: str, commands: Mapping[str, EntryPoint]) -> str:
 
 
 def _help() -> str:
-    commands = plugins.find_plugins(plugins.COMMANDS)
+    commands = _commands()
     lines = "\n".join(f"  {name:12}{plugins.help_line(entry)}" for name, entry in commands.items())
     return (
         "usage: megatron-dppo COMMAND ... (also --version)\n\nRL training of language models by DPPO: Megatron-Core "

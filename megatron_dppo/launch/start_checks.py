@@ -39,16 +39,22 @@ def check_start(config: TrainConfig, machine: Machine) -> StartCheck:
     """Run every start check of ``config`` on ``machine``.
 
     Returns:
-        The faults of the machine, of the registered checks, of servers that do not answer and of the placement of
-        processes; the summaries of all checks, one line each.
+        The faults of the machine, of the registered checks (also if one cannot be imported), of servers that do not
+        answer and of the placement of processes; the summaries of all checks, one line each.
 
     Raises:
-        ValueError: a registered check cannot be imported, or returns something else than a StartCheck.
+        ValueError: a registered check returns something else than a StartCheck.
     """
     faults = list(machine_faults(config, machine))
     summaries = []
-    for name, entry in plugins.find_plugins(plugins.START_CHECKS).items():
-        checker: StartChecker = plugins.load_plugin(entry)
+    checks, plugin_faults = plugins.sound_plugins(plugins.START_CHECKS)
+    faults += plugin_faults
+    for name, entry in checks.items():
+        try:
+            checker: StartChecker = plugins.load_plugin(entry)
+        except plugins.PluginError as error:
+            faults.append(str(error))
+            continue
         result = checker(config, machine)
         if not isinstance(result, StartCheck):
             raise ValueError(

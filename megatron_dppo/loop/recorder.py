@@ -372,9 +372,19 @@ class Recorder(Closing):
 
 
 def draw_reports(directory: Path) -> dict[str, Path]:
-    """Draw the run in ``directory`` with every registered report (``system/plugins.py``); return the files by name."""
+    """Draw the run in ``directory`` with every registered report (``system/plugins.py``); return the files by name.
+
+    A report that cannot be imported costs a warning: the run is done.
+    """
     reports: dict[str, Path] = {}
-    for name, entry in plugins.find_plugins(plugins.RUN_REPORTS).items():
-        draw_report = plugins.load_plugin(entry)
+    drawers, faults = plugins.sound_plugins(plugins.RUN_REPORTS)
+    for name, entry in drawers.items():
+        try:
+            draw_report = plugins.load_plugin(entry)
+        except plugins.PluginError as error:
+            faults.append(str(error))
+            continue
         reports[name] = draw_report(directory)
+    for fault in faults:
+        log.warning("%s", fault)
     return reports

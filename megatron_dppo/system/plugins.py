@@ -14,16 +14,15 @@ so that the core does not import them.
 from __future__ import annotations
 
 import ast
-import importlib
 import importlib.metadata
 import importlib.util
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.system.imports import ImportTargetError, import_target
+from megatron_dppo.system.imports import ImportTargetError, import_module, import_object
 
 COMMANDS = "megatron_dppo.commands"
 """Modules with ``main(arguments) -> int | None``; the first line of the module's docstring is the help text."""
@@ -43,32 +42,57 @@ _PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 """The project file of a clone. An installed wheel has none; its metadata has the entry points."""
 
 
+class PluginError(ValueError):
+    """An entry point is malformed or can't be imported, or its name is taken; the message names the distribution."""
+
+
 def find_plugins(group: str) -> dict[str, EntryPoint]:
     """Find the entry points of ``group`` by name, this package's own first.
 
     An entry point of this package is left out if its module is missing: a tree without ``cluster/`` or ``diagnostics/``
     works without the plugins of these folders.
 
-    Raises:
-        ValueError: two distributions register the same name.
+    Raises PluginError for a malformed entry point, and if two distributions register the same name.
     """
-    plugins: dict[str, EntryPoint] = {}
-    owners: dict[str, str] = {}
-    for distribution, entry in [*_own_entries(group), *_foreign_entries(group)]:
-        if entry.name in plugins:
-            raise ValueError(
-                f"entry point {entry.name!r} of group {group!r}: {owners[entry.name]} and {distribution} both register "
-                f"it, expected one distribution"
-            )
-        plugins[entry.name] = entry
-        owners[entry.name] = distribution
+    plugins, faults = sound_plugins(group)
+    if faults:
+        raise PluginError("; ".join(faults))
     return plugins
 
 
-def _own_entries(group: str) -> Iterator[tuple[str, EntryPoint]]:
+def sound_plugins(group: str) -> tuple[dict[str, EntryPoint], list[str]]:
+    """Find the entry points of ``group`` as ``find_plugins`` does; return them without the faulty ones, and the faults.
+
+    This package keeps its names. A name that two other distributions register is left out.
+    """
+    plugins = {entry.name: entry for entry in _own_entries(group)}
+    own_names = set(plugins)
+    owners = dict.fromkeys(own_names, _DISTRIBUTION)
+    faults: list[str] = []
+    for distribution, entry in _foreign_entries(group, faults):
+        described = f"entry point {entry.name!r} of group {group!r}"
+        if not entry.pattern.fullmatch(entry.value):
+            faults.append(
+                f"{described}: {distribution} registers {entry.value!r}, expected package.module or "
+                "package.module:name"
+            )
+        elif entry.name in owners:
+            owner = owners[entry.name]
+            faults.append(
+                f"{described}: {owner} and {distribution} both register it, expected one distribution"
+            )
+            if entry.name not in own_names:
+                plugins.pop(entry.name, None)
+        else:
+            plugins[entry.name] = entry
+            owners[entry.name] = distribution
+    return plugins, faults
+
+
+def _own_entries(group: str) -> Iterator[EntryPoint]:
     for entry in _declared_entries(group):
         if module_file(entry.module) is not None:
-            yield _DISTRIBUTION, entry
+            yield entry
 
 
 def _declared_entries(group: str) -> list[EntryPoint]:
@@ -83,13 +107,37 @@ def _declared_entries(group: str) -> list[EntryPoint]:
     return [entry for entry in distribution.entry_points if entry.group == group]
 
 
-def _foreign_entries(group: str) -> Iterator[tuple[str, EntryPoint]]:
-    for entry in importlib.metadata.entry_points(group=group):
-        distribution = "an unnamed distribution"
-        if entry.dist is not None:
-            distribution = entry.dist.name
+def _foreign_entries(group: str, faults: list[str]) -> Iterator[tuple[str, EntryPoint]]:
+    """Yield the other distributions' entry points; append a line to ``faults`` for each unreadable file of them."""
+    try:
+        entries = list(importlib.metadata.entry_points(group=group))
+    # One file of entry points that is no such file ends the search in any exception.
+    except Exception:
+        entries = list(_readable_entries(group, faults))
+    for entry in entries:
+        distribution = _distribution_of(entry)
         if distribution != _DISTRIBUTION:
             yield distribution, entry
+
+
+def _readable_entries(group: str, faults: list[str]) -> Iterator[EntryPoint]:
+    names: set[str] = set()
+    for distribution in importlib.metadata.distributions():
+        name = str(distribution.name)
+        # The first distribution of a name on the path counts.
+        if name in names:
+            continue
+        names.add(name)
+        try:
+            entries = list(distribution.entry_points)
+        except Exception as error:
+            faults.append(
+                f"the entry points of {name} cannot be read: {type(error).__name__}: {error}"
+            )
+            continue
+        for entry in entries:
+            if entry.group == group:
+                yield entry
 
 
 def module_file(module: str) -> Path | None:
@@ -120,25 +168,46 @@ def _target_of(entry: EntryPoint) -> str:
     return entry.value.partition("[")[0].strip()
 
 
+def _distribution_of(entry: EntryPoint) -> str:
+    # An entry point of this package may come from the project file of a clone.
+    return _DISTRIBUTION if entry.dist is None else str(entry.dist.name)
+
+
 def help_line(entry: EntryPoint) -> str:
     """Return the first docstring line of the plugin's module, without its full stop; empty without a docstring."""
-    file = module_file(entry.module)
-    if file is None:
+    try:
+        file = module_file(entry.module)
+        if file is None:
+            return ""
+        docstring = ast.get_docstring(ast.parse(file.read_bytes())) or ""
+    except (ImportError, OSError, SyntaxError, ValueError):
+        # The command itself reports that its module can't be read.
         return ""
-    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return docstring.partition("\n")[0].rstrip(".")
 
 
 def load_plugin(entry: EntryPoint) -> Any:
     """Import the object that an entry point names, or the module if it names only a module.
 
-    Raises ValueError if an object can't be imported. Errors of an entry point that names only a module are not changed.
+    Raises PluginError if it can't be imported.
     """
-    if not entry.attr:
-        return importlib.import_module(entry.module)
     try:
-        return import_target(_target_of(entry))
+        if entry.attr:
+            return import_object(_target_of(entry))
+        return import_module(entry.module)
     except ImportTargetError as error:
-        raise ValueError(
-            f"entry point {entry.name!r} of group {entry.group!r}: {entry.value!r} cannot be imported: {error}"
+        raise PluginError(
+            f"entry point {entry.name!r} of group {entry.group!r}: {entry.value!r} of {_distribution_of(entry)} "
+            f"cannot be imported: {error}"
         ) from error
+
+
+def load_command(entry: EntryPoint) -> Callable[[Sequence[str]], int | None]:
+    """Return the function ``main`` of a command's module. Raises PluginError if there is none."""
+    try:
+        main: Callable[[Sequence[str]], int | None] = import_module(entry.module).main
+    except (ImportTargetError, AttributeError) as error:
+        raise PluginError(
+            f"the command {entry.name!r} of {_distribution_of(entry)} ({entry.value}) cannot be imported: {error}"
+        ) from error
+    return main

@@ -1,5 +1,6 @@
 """The command ``megatron-dppo``: its table of commands, and that it passes arguments and exit codes on."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -81,6 +82,23 @@ def test_each_command_has_a_help_of_its_own_under_its_name(name, capsys):
         main([name, "--help"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: megatron-dppo {name} ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "megatron_dppo"],
+        ["-c", "import sys; from megatron_dppo.__main__ import main; sys.exit(main())"],
+    ],
+)
+def test_no_command_imports_a_library_from_the_current_folder(tmp_path, words):
+    for library in ("psutil", "rich", "yaml"):
+        (tmp_path / f"{library}.py").write_text("raise SystemExit('planted')\n")
+    command = [sys.executable, *words, "status", str(tmp_path)]
+    result = run_patiently(command, 120, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert result.returncode == 2
+    assert str(tmp_path) in result.stderr
+    assert "planted" not in result.stderr + result.stdout
 
 
 def test_the_exit_code_is_the_commands():

@@ -8,10 +8,15 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from megatron_dppo.__main__ import main
+from megatron_dppo.config import load_config
+from megatron_dppo.config.machine import this_machine
+from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.metrics.records import SAMPLES_FILE, StepLines
 from megatron_dppo.metrics.samples import Sample
 from megatron_dppo.system import plugins
 from tests.integration.runs import write_material
+from tests.messages import mentions
 from tests.patience import run_patiently
 from tests.ranks import ROOT
 
@@ -57,6 +62,59 @@ def test_two_packages_that_register_one_name_are_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"'same'.*(first and second|second and first)"):
         plugins.find_plugins(plugins.REWARDS)
+
+
+def plant(folder, owner: str, entries: str, module: str = "") -> None:
+    """Write a distribution with a module and a file of entry points."""
+    info = folder / f"{owner}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {owner}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entries)
+    (folder / f"{owner}.py").write_text(module)
+
+
+FAULTY_COMMANDS = {
+    "takes a command's name": ("status = rogue", ""),
+    "malformed value": ("extra = no module: at all", ""),
+    "no value": ("extra", ""),
+    "raises": ("extra = rogue", "raise RuntimeError('planted')"),
+    "no Python": ("extra = rogue", "def ("),
+    "exits": ("extra = rogue", "raise SystemExit(3)"),
+    "no main": ("extra = rogue", "x = 1"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY_COMMANDS)
+def test_a_faulty_command_of_another_package_ends_no_other_command(
+    name, tmp_path, monkeypatch, capsys
+):
+    entry, module = FAULTY_COMMANDS[name]
+    plant(tmp_path, "rogue", f"[{plugins.COMMANDS}]\n{entry}\n", module)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["--help"]) == 0
+    capsys.readouterr()
+    assert main(["extra"]) == 2
+    error = capsys.readouterr().err
+    assert "rogue" in error
+    assert "Traceback" not in error
+    assert len(error.splitlines()) <= 2
+    with pytest.raises(SystemExit) as end:
+        main(["status", "--help"])
+    assert end.value.code == 0
+
+
+def test_a_faulty_start_check_of_another_package_is_a_fault_of_the_start(tmp_path, monkeypatch):
+    plant(
+        tmp_path,
+        "rogue",
+        f"[{plugins.START_CHECKS}]\nmine = rogue:check\n",
+        "raise OSError('planted')",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "rogue", raising=False)
+    config = load_config(write_material(tmp_path))
+    faults = check_start(config, this_machine()).faults
+    assert any(mentions(fault, "mine", "rogue", "planted") for fault in faults)
 
 
 def test_a_module_is_found_without_importing_it(tmp_path, monkeypatch):
