@@ -88,6 +88,9 @@ class Weights:
         """Gather the buckets as a trainer does."""
         return gather(plan, 0, self._values, self._buffers)
 
+    def held_update(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
     def gather_bound(self) -> int:
         """Bytes that one rank must exchange: 0."""
         return 0

@@ -529,6 +529,19 @@ UPDATE_SENT_FRACTION = _metric(
     "weights/sent_fraction",
     "bytes of the update, divided by the bytes of all weights; recorded with weight_sync.changes_only",
 )
+UPDATE_HELD = _metric(
+    "weights/held_update",
+    "with merged adapters: the part of their change of the frozen model that the engines' weights hold after rounding; "
+    "the projection sum(h d) / sum(d^2) of the rounded change h onto the exact change d",
+    normal=NormalRange(
+        "held part of the adapters' change",
+        "The engines' 16-bit weights round most of the adapters' change away, so they sample from a policy near the "
+        "frozen model. The part grows with the adapters. Send adapters alone (lora.update=adapters, "
+        "where SGLang serves all of them), train in float32, or use a larger learning rate. The "
+        "bound is this project's choice.",
+        low=0.5,
+    ),
+)
 UPDATE_RATE = _metric("weights/gb_per_s", "GB of weights per second of weights/stall_s")
 CANARY_MAX = _metric(
     "weights/canary_max_abs_diff",

@@ -21,7 +21,7 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
     """A rank's parameters. Adapted weights are ``W + scale * B A`` with the current A and B, in W's type.
 
     A weight is merged when it is read, in fp32 and from the frozen W, so that rounding errors do not accumulate over
-    updates.
+    updates. But the sum is rounded to W's type, which may leave out most of a small ``scale * B A``.
     """
 
     def __init__(
@@ -32,6 +32,9 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
         self._parameters = parameters
         self._deltas: dict[ParameterKey, Callable[[], Tensor]] = {}
         self._cache: OrderedDict[ParameterKey, Tensor] = OrderedDict()
+        self._held: list[tuple[Tensor, Tensor]] = []
+        """For each weight that was merged: the sums of h d and d^2 over its elements. d is ``scale * B A``, h is the
+        change of the rounded weight."""
         for adapter in adapters:
             for expert, name in _base_names(adapter, parameters):
                 self._deltas[adapter.linear.chunk, name] = partial(adapter.weight_delta, expert)
@@ -42,10 +45,25 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
         if key not in self._deltas:
             return base
         if key not in self._cache:
-            self._cache[key] = (base.float() + self._deltas[key]()).to(base.dtype)
+            delta = self._deltas[key]().float()
+            self._cache[key] = (base.float() + delta).to(base.dtype)
+            change = self._cache[key].float().sub_(base).flatten()
+            delta = delta.flatten()
+            self._held.append((change.dot(delta), delta.dot(delta)))
             if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
         return self._cache[key]
+
+    def held_update(self) -> tuple[float, float]:
+        """Return the sums of h d and of d^2 over the weights that were merged since the last call.
+
+        d is the exact change ``scale * B A`` of an element, h is the change that W's type holds. The quotient of the
+        sums is the projection of h onto d: 1 if nothing is lost, 0 if no element changes.
+        """
+        along = sum(float(product) for product, _ in self._held)
+        size = sum(float(square) for _, square in self._held)
+        self._held.clear()
+        return along, size
 
     def __iter__(self) -> Iterator[ParameterKey]:
         return iter(self._parameters)

@@ -17,6 +17,7 @@ from megatron_dppo.model import gather_plan
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.fp8_weights import rounded_to_fp8
+from megatron_dppo.trainer.merged_weights import MergedWeights
 from megatron_dppo.trainer.topology import ranks_per_node
 from megatron_dppo.trainer.trainer import Trainer
 
@@ -41,6 +42,7 @@ class TrainerWeights:
         self._values = trainer.weights if values is None else values
         self._ranks_per_sender = ranks_per_sender
         self._buffers = Buffers()
+        self._gathered: Mapping[gather_plan.ParameterKey, Tensor] = {}
 
     @property
     def rank(self) -> int:
@@ -103,7 +105,14 @@ class TrainerWeights:
         Bucket n stays unchanged while bucket n + 1 is gathered. Bucket n + 2 overwrites bucket n.
         """
         self._trainer.check_resident("gather weights", "weights")
-        return gather(plan, self.rank, self._values(), self._buffers)
+        self._gathered = self._values()
+        return gather(plan, self.rank, self._gathered, self._buffers)
+
+    def held_update(self) -> tuple[float, float]:
+        """Return the sums of ``MergedWeights.held_update`` for the last gather; 0 and 0 without merged adapters."""
+        if isinstance(self._gathered, MergedWeights):
+            return self._gathered.held_update()
+        return 0.0, 0.0
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the JSON values of all ranks, by rank. Collective."""

@@ -82,6 +82,13 @@ class WeightSource(Protocol):
         The tensors of a bucket stay unchanged until the caller asks for the second bucket after it.
         """
 
+    def held_update(self) -> tuple[float, float]:
+        """Return this rank's part of UpdateReport's ``held_update``, for the last ``gather``.
+
+        These are the sums of h d and of d^2. d is the exact change of an element by merged adapters, h is the change
+        that the weights' type holds.
+        """
+
     def gather_bound(self) -> int:
         """Return the fewest bytes that ranks must exchange so that every tensor is whole on some rank."""
 
@@ -213,6 +220,9 @@ class UpdateReport:
         canary: comparison of log-probabilities; None if this update had none.
         network: bytes/s that can enter a node; None if the configuration does not state it.
         sent_fraction: bytes sent over the bytes of all weights; None if every update sends all weights.
+        held_update: the part of the merged adapters' change of the frozen model that the engines' weights hold, as its
+            projection sum(h d) / sum(d^2). d is an element's exact change, h its change after rounding. None without
+            merged adapters, and while they are zero.
     """
 
     version: int
@@ -230,6 +240,7 @@ class UpdateReport:
     canary: canary.CanaryReport | None = None
     network: float | None = None
     sent_fraction: float | None = None
+    held_update: float | None = None
 
     def metrics(self) -> dict[str, float]:
         values: dict[str, float] = {
@@ -248,6 +259,8 @@ class UpdateReport:
             values[metric_names.UPDATE_BOUND] = self.bytes_into_node_bound / self.network
         if self.sent_fraction is not None:
             values[metric_names.UPDATE_SENT_FRACTION] = self.sent_fraction
+        if self.held_update is not None:
+            values[metric_names.UPDATE_HELD] = self.held_update
         if self.canary is not None:
             values[metric_names.CANARY_MAX] = self.canary.max_abs_diff
             values[metric_names.CANARY_MEAN] = self.canary.mean_abs_diff
@@ -279,6 +292,7 @@ class RankFacts(NamedTuple):
         foreign_hosts: engine hosts other than the rank's own; empty if the rank sends nothing.
         copies: how many times each byte is sent to engines. Only rank 0's value is used.
         whole_bytes: bytes of all weights in the form that engines receive. Only rank 0's value is used.
+        held: the result of ``WeightSource.held_update``.
     """
 
     sent_bytes: int
@@ -287,6 +301,14 @@ class RankFacts(NamedTuple):
     foreign_hosts: list[str]
     copies: int
     whole_bytes: int
+    held: Sequence[float] = (0.0, 0.0)
+
+
+def held_update(facts: Sequence[RankFacts]) -> float | None:
+    """Compute UpdateReport's ``held_update`` from the sums of all ranks."""
+    along = sum(rank_facts.held[0] for rank_facts in facts)
+    size = sum(rank_facts.held[1] for rank_facts in facts)
+    return along / size if size > 0 else None
 
 
 def count_bytes(facts: Sequence[RankFacts], bound: int, between_nodes: int) -> dict[str, int]:
@@ -456,6 +478,7 @@ class WeightUpdater:
             version=version,
             **counts,
             sent_fraction=self._sent_fraction(counts["bytes"], facts[0].whole_bytes),
+            held_update=held_update(facts),
             seconds=dict(phases.seconds),
             verified=verify,
             tensors=compared_tensors,
@@ -873,7 +896,9 @@ class WeightUpdater:
     ) -> list[RankFacts]:
         """Return the RankFacts of all ranks, by rank. Collective."""
         copies, whole_bytes = self._copies_and_bytes()
-        own_facts = RankFacts(sent, received, partials, self._foreign_hosts(), copies, whole_bytes)
+        hosts = self._foreign_hosts()
+        held = self.source.held_update()
+        own_facts = RankFacts(sent, received, partials, hosts, copies, whole_bytes, held)
         return [RankFacts(*values) for values in self.source.all_gather(list(own_facts))]
 
     def _foreign_hosts(self) -> list[str]:

@@ -169,6 +169,9 @@ class Source:
                 self.between()
             yield Gathered([(t.name, self.weights[t.name]) for t in bucket.tensors])
 
+    def held_update(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
     def gather_bound(self) -> int:
         return 0
 

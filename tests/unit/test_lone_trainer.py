@@ -112,6 +112,41 @@ def test_an_update_is_compared_at_temperature_1(folder: Path) -> None:
         torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_update_reports_which_part_of_the_adapters_its_weights_hold(
+    folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    from megatron_dppo.trainer.weight_source import TrainerWeights
+
+    section = {"rank": 4, "alpha": 0.01, "target_modules": ["all-linear"]}
+    start = save_random_adapters(tmp_path / "adapters", folder / "dense", section)
+    changes = {"lora": {**section, "start_from": str(start)}, "dtype": dtype}
+    trainer = make_trainer(str(folder / "dense"), {}, changes)
+    source = TrainerWeights(trainer)
+    for _ in source.gather(source.plan(1 << 20, spread=False)):
+        pass
+    along, size = source.held_update()
+    assert source.held_update() == (0, 0)
+    trainer.close()
+
+    number_type = getattr(torch, dtype)
+    base = load_file(folder / "dense" / "model.safetensors")
+    adapters = load_file(start / "adapter_model.safetensors")
+    expected_along = expected_size = 0.0
+    for name, a in adapters.items():
+        if ".lora_A." not in name:
+            continue
+        b = adapters[name.replace("lora_A", "lora_B")]
+        delta = 0.01 / 4 * (b.to(number_type).float() @ a.to(number_type).float())
+        weight = base[name.removeprefix("base_model.model.").replace(".lora_A", "")].to(number_type)
+        held = (weight.float() + delta).to(number_type).float() - weight.float()
+        expected_along += float((held * delta).sum())
+        expected_size += float((delta * delta).sum())
+    assert size == pytest.approx(expected_size, rel=1e-3)
+    assert along == pytest.approx(expected_along, rel=0.05)
+    assert along / size > 0.999 if dtype == "float32" else 0.02 < along / size < 0.6
+
+
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_adapters_train_as_peft_s(folder: Path, kind: str) -> None:
     expected = judge(str(folder), kind)

@@ -32,6 +32,7 @@ from megatron_dppo.engine.errors import (
 )
 from megatron_dppo.engine.shared_buckets import WireHeader
 from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -106,6 +107,9 @@ class Source:
                 raise RuntimeError("gather failed")
             self.yielded += 1
             yield Gathered(list(bucket), 5) if self.rank == 0 else Gathered()
+
+    def held_update(self) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def gather_bound(self) -> int:
         return 9
@@ -491,6 +495,17 @@ def test_the_report_adds_up_what_all_ranks_sent() -> None:
     assert report.bytes == 24 + 100 + 50
     assert report.bytes_moved == (10 + 7 + 3) + 174  # gathered, and once to the engines
     assert report.bytes_bound == 9 + 24
+
+
+def test_the_held_part_of_the_adapters_is_that_of_all_ranks() -> None:
+    source = SourceOfOneRank([0, 0, None, [], 0, 0, [1.0, 3.0]], [0, 0, None, [], 0, 0, [0.5, 3.0]])
+    report = updater(Engine(), source=source).update(1)
+    assert report.held_update == 0.25
+    metric = "weights/held_update"
+    assert report.metrics()[metric] == 0.25
+    assert BY_METRIC[metric].low == 0.5
+    # Without merged adapters nothing is recorded.
+    assert metric not in updater(Engine()).update(1).metrics()
 
 
 def test_a_rank_without_engines_reports_rank_0s_figures() -> None:
