@@ -315,6 +315,7 @@ class Claim:
         tests: comparisons that test the claim, the primary test first.
         unreachable: reason why the claim has no tests; None if the claim has tests.
         seeds: seeds of the runs.
+        repeats: name of the claim whose primary test this claim repeats; None for a claim of its own.
     """
 
     name: str
@@ -323,6 +324,7 @@ class Claim:
     tests: tuple[Comparison, ...] = ()
     unreachable: str | None = None
     seeds: tuple[int, ...] = SEEDS
+    repeats: str | None = None
 
     @property
     def sides(self) -> list[Side]:
@@ -354,10 +356,13 @@ def alike(
 
 def _again(name: str, primary: Comparison) -> Claim:
     """Return the claim that repeats the primary test of the claim ``name`` with only ``FURTHER_SEEDS``."""
-    count = len(FURTHER_SEEDS)
-    text = f"the primary test of {name}, with {count} further seeds"
+    first, second = primary.first, primary.second
+    text = (
+        f"the primary test of {name} alone ({first.rule} against {second.rule} in {first.setting}), with "
+        f"{len(FURTHER_SEEDS)} further seeds"
+    )
     source = f"registered after {name} was seen"
-    return Claim(f"{name}-again", source, text, (primary,), seeds=FURTHER_SEEDS)
+    return Claim(f"{name}-again", source, text, (primary,), seeds=FURTHER_SEEDS, repeats=name)
 
 
 def _mismatch_tests(setting: str) -> tuple[Comparison, Comparison]:

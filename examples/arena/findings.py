@@ -181,6 +181,9 @@ same pairs are both at most 5%. Else it is **undecided**: the runs are too few t
 the claim. This rule was fixed after the claims of ten seeds were seen, and before the further seeds of the claims \
 `...-again` were run.
 
+A claim and its repetition (`...-again`) count as one claim, with the repetition's verdict. That verdict is about the \
+one pair of rules that the repetition's row names, not about the other rules of the claim.
+
 "p, Holm" is the primary test's. "Tests" counts all tests of the claim at 5%, each by itself. "Seeds to decide" are \
 those with which the primary test would be decided after Holm, in 4 of 5 cases, if the mean and the spread seen here \
 were the true ones. A claim that is marked † is about a rule whose paper was read second-hand or in part: its \
@@ -244,11 +247,21 @@ def source_of(claim: Claim) -> str:
 
 def counts_text(found: Mapping[str, Verdict], claims: Sequence[Claim]) -> list[str]:
     """Return a line with the number of claims for each verdict."""
-    words = Counter(found[claim.name].word for claim in claims if claim.tests)
+    words = Counter(distinct_words(found, claims).values())
     texts = [f"{words[word]} {word.value}" for word in Word if words[word]]
     if words[None]:
         texts.append(f"{words[None]} registered with runs missing")
     return [f"Of {sum(words.values())} claims: {', '.join(texts)}.\n"]
+
+
+def distinct_words(found: Mapping[str, Verdict], claims: Sequence[Claim]) -> dict[str, Word | None]:
+    """Return the verdict on each distinct claim, by name. The verdict of a repetition replaces that of its claim."""
+    words: dict[str, Word | None] = {}
+    for claim in claims:
+        word = found[claim.name].word
+        if claim.tests and (claim.repeats is None or word is not None):
+            words[claim.repeats or claim.name] = word
+    return words
 
 
 def old_readings_text(records: Mapping[str, Record]) -> list[str]:
@@ -276,7 +289,7 @@ def _rule_of(key: str) -> str:
     """Return the algorithm in a key of ``Cell.key`` or ``real_key``."""
     rule = key.removeprefix("real/").split("/")[2]
     # One name may begin with another name, so look for the longest.
-    return max((name for name in PRESETS if rule.startswith(name)), key=len)
+    return max((name for name in PRESETS if rule.startswith(name)), key=len, default=rule)
 
 
 def cells_by_setting() -> list[Cell]:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +51,8 @@ from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenize
 from megatron_dppo.diagnostics.doctor.rounding import bfloat16, float8
 from megatron_dppo.metrics import table as names
 
-DOCS = Path(__file__).parents[3] / "docs" / "evidence"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs" / "evidence"
 
 
 def make_record(rewards, entropies=None):
@@ -488,6 +490,30 @@ def test_claims_are_of_rules_settings_and_mismatches_that_there_are():
         "cppo-binary-kl", "cppo-topk-kl", "triage", "troll",
     }  # fmt: skip
     assert set(OTHERS) <= compared_rules
+
+
+def test_a_claim_and_its_repetition_count_once():
+    records = read_results(DOCS / "findings" / "results.jsonl.gz")
+    found = findings.verdicts(CLAIMS, records)
+    words = findings.distinct_words(found, CLAIMS)
+    counts = Counter(words.values())
+    assert counts == {
+        findings.Word.REPRODUCED: 6,
+        findings.Word.CONTRARY: 4,
+        findings.Word.UNDECIDED: 15,
+    }
+    assert (words["topk"], words["anchor"]) == (findings.Word.REPRODUCED,) * 2
+    undecided = f"{counts[findings.Word.UNDECIDED]} of {len(words)} claims stay undecided"
+    assert undecided in " ".join((ROOT / "README.md").read_text().split())
+    # Without the runs of the repetitions, the first verdicts stay.
+    first = [claim for claim in CLAIMS if claim.repeats is None]
+    assert words.keys() == findings.distinct_words(findings.verdicts(first, records), first).keys()
+
+
+def test_a_repetition_names_the_pair_that_it_decides():
+    texts = {claim.repeats: claim.text for claim in CLAIMS if claim.repeats is not None}
+    assert "dppo-binary-tv against dppo-topk-tv in drift" in texts["topk"]
+    assert "against dppo-binary-tv tv_threshold=0.1" in texts["thresholds"]
 
 
 def test_further_seeds_repeat_a_primary_test_without_the_seeds_that_were_seen():
