@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +68,8 @@ def build_algorithm(
     weight = _function(modules, preset.weight)
     step_bound = None
     if preset.step_bound is not None:
-        step_bound = partial(getattr(step_rules, preset.step_bound), **_numbers_of(numbers, "step"))
+        function = _function(modules, preset.step_bound)
+        step_bound = partial(function, **_numbers_of(facts, "step"))
     penalties = []
     for option, term in PENALTIES.items():
         coefficient = numbers.get(option)
@@ -76,25 +78,43 @@ def build_algorithm(
     correction = None
     if preset.correction is not None:
         function = _function(modules, preset.correction)
-        correction = partial(function, anchor=anchor, **_numbers_of(numbers, "correction"))
-    return Algorithm(
+        correction = partial(function, anchor=anchor, **_numbers_of(facts, "correction"))
+    algorithm = Algorithm(
         name=name,
         preset=preset,
         numbers=numbers,
-        mask=partial(mask, anchor=anchor, **preset.fixed, **_numbers_of(numbers, "mask", "both")),
-        weight=partial(weight, anchor=anchor, **_numbers_of(numbers, "weight", "both")),
+        mask=partial(mask, anchor=anchor, **preset.fixed, **_numbers_of(facts, "mask", "both")),
+        weight=partial(weight, anchor=anchor, **_numbers_of(facts, "weight", "both")),
         step_bound=step_bound,
         penalties=tuple(penalties),
         correction=correction,
     )
+    for role in ("mask", "weight", "correction"):
+        _require_parameters(name, role, getattr(algorithm, role))
+    return algorithm
 
 
-def _numbers_of(numbers: Mapping[str, float], *roles: str) -> dict[str, float]:
+def _numbers_of(facts: table.AlgorithmFacts, *roles: str) -> dict[str, float]:
     """Return the numbers whose options have one of ``roles``."""
-    return {n: value for n, value in numbers.items() if table.OPTIONS[n].role in roles}
+    return {n: x for n, x in facts.numbers.items() if facts.preset.option(n).role in roles}
 
 
-def _function(modules: Sequence[ModuleType], name: str) -> Callable[..., Any]:
-    """Return the function ``name`` of the first module that has one."""
-    owner = next(module for module in modules if hasattr(module, name))
-    return getattr(owner, name)
+def _function(modules: Sequence[ModuleType], function: table.RuleFunction) -> Callable[..., Any]:
+    """Return ``function``, or the function with this name of the first module that has one."""
+    if not isinstance(function, str):
+        return function
+    owner = next(module for module in modules if hasattr(module, function))
+    return getattr(owner, function)
+
+
+def _require_parameters(name: str, role: str, function: partial[Any] | None) -> None:
+    """Raise ValueError if a call with the token inputs alone would lack a parameter, or pass an unknown one."""
+    if function is None:
+        return
+    try:
+        inspect.signature(function.func).bind(None, **function.keywords)
+    except TypeError as error:
+        raise ValueError(
+            f"algorithm {name!r}: its {role} {function.func.__name__} is called with the token inputs and "
+            f"{', '.join(function.keywords)}: {error}"
+        ) from error

@@ -3,16 +3,19 @@ torch.
 
 A row has an algorithm's numbers, the names of its functions, and its needs from engine and trainer. The loss, the
 configuration's checks and the planner read the table; ``build_algorithm`` finds a row's functions.
-docs/algorithms.md describes the tokens that each row blocks, and the source of each number.
+docs/algorithms.md describes the tokens that each row blocks, and the source of each number. A row may also be in a
+user's own module (``find_preset``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, get_args
+
+from megatron_dppo.system import plugins
 
 Settings = Literal["stability", "scaling", "lora", "generalization"]
 """The experiment of the paper that a preset's numbers belong to: the stability study (v3, Section 5), the scaling runs
@@ -48,6 +51,8 @@ class Option:
         high: Upper end of the range, included.
         includes_low: Whether ``low`` itself is allowed.
         whole: Whether the number must be an int.
+        bound: Writes the number as a bound in words: (value, whether A > 0) -> text such as ``TV > 0.15``, or None if
+            the number bounds nothing for this sign of A. None for a number that ``explain`` does not show.
     """
 
     meaning: str
@@ -56,6 +61,7 @@ class Option:
     high: float = math.inf
     includes_low: bool = False
     whole: bool = False
+    bound: Callable[[float, bool], str | None] | None = None
 
     def fault(self, value: Any) -> str | None:
         """Describe the error in ``value``; None for a valid one. A bool is not a number."""
@@ -77,6 +83,7 @@ OPTIONS: dict[str, Option] = {
         "mask",
         high=1,
         includes_low=True,
+        bound=lambda value, positive: f"TV > {value:g}",
     ),
     "tv_threshold_negative": Option(
         "tv_threshold where A < 0, if given", "mask", high=1, includes_low=True
@@ -85,39 +92,88 @@ OPTIONS: dict[str, Option] = {
         "largest KL(mu || pi), nats, at which a diverging token still trains",
         "mask",
         includes_low=True,
+        bound=lambda value, positive: f"KL > {value:g}",
     ),
     "kl_threshold_negative": Option(
         "kl_threshold where A < 0, if given", "mask", includes_low=True
     ),
     "clip_low": Option(
-        "r below 1 - this is blocked where A < 0", "mask", high=1, includes_low=True
+        "r below 1 - this is blocked where A < 0",
+        "mask",
+        high=1,
+        includes_low=True,
+        bound=lambda value, positive: None if positive else f"r < {1 - value:g}",
     ),
-    "clip_high": Option("r above 1 + this is blocked where A > 0", "mask", includes_low=True),
+    "clip_high": Option(
+        "r above 1 + this is blocked where A > 0",
+        "mask",
+        includes_low=True,
+        bound=lambda value, positive: f"r > {1 + value:g}" if positive else None,
+    ),
     "max_drop": Option(
-        "drop of probability from which a token with A < 0 is blocked", "mask", high=1
+        "drop of probability from which a token with A < 0 is blocked",
+        "mask",
+        high=1,
+        bound=lambda value, positive: None if positive else f"drop >= {value:g}",
     ),
     "rare_below": Option(
-        "rollout probability below which the clip is relaxed", "mask", high=1, includes_low=True
+        "rollout probability below which the clip is relaxed",
+        "mask",
+        high=1,
+        includes_low=True,
+        bound=lambda value, positive: f"relaxed where mu < {value:g}",
     ),
-    "mismatch_low": Option("smallest pi' / mu that trains", "mask", includes_low=True),
-    "mismatch_high": Option("largest pi' / mu that trains", "mask"),
+    "mismatch_low": Option(
+        "smallest pi' / mu that trains",
+        "mask",
+        includes_low=True,
+        bound=lambda value, positive: f"pi'/mu < {value:g}",
+    ),
+    "mismatch_high": Option(
+        "largest pi' / mu that trains",
+        "mask",
+        bound=lambda value, positive: f"pi'/mu > {value:g}",
+    ),
     "penalty_threshold": Option("delta of DRPO's quadratic penalty, in probability", "weight"),
     "smoothing": Option("e of the weight (1 + e - mu) / (1 + e - pi)", "both"),
     "tau_positive": Option("temperature of the soft gate where A > 0", "weight"),
     "tau_negative": Option("temperature of the soft gate elsewhere", "weight"),
-    "log_clip": Option("largest |log r| that counts in the sequence's ratio", "both"),
+    "log_clip": Option(
+        "largest |log r| that counts in the sequence's ratio",
+        "both",
+        bound=lambda value, positive: f"log r > {value:g}" if positive else f"log r < -{value:g}",
+    ),
     "sequence_low": Option(
         "smallest geometric mean of pi' / mu of a response that trains",
         "mask",
         high=1,
         includes_low=True,
+        bound=lambda value, positive: f"response's mean ratio < {value:g}",
     ),
-    "sequence_high": Option("largest such mean", "mask", low=1, includes_low=True),
+    "sequence_high": Option(
+        "largest such mean",
+        "mask",
+        low=1,
+        includes_low=True,
+        bound=lambda value, positive: f"response's mean ratio > {value:g}",
+    ),
     "drift_threshold": Option(
-        "largest mean of log(mu / pi), nats, at which a response with A < 0 trains", "mask"
+        "largest mean of log(mu / pi), nats, at which a response with A < 0 trains",
+        "mask",
+        bound=lambda value, positive: (
+            None if positive else f"response's mean log(mu/pi) > {value:g}"
+        ),
     ),
-    "largest_k2": Option("largest (log r)^2 / 2 of a token of a response that trains", "mask"),
-    "mean_k3": Option("largest mean of r - 1 - log r of a response that trains", "mask"),
+    "largest_k2": Option(
+        "largest (log r)^2 / 2 of a token of a response that trains",
+        "mask",
+        bound=lambda value, positive: f"(log r)^2/2 in the response > {value:g}",
+    ),
+    "mean_k3": Option(
+        "largest mean of r - 1 - log r of a response that trains",
+        "mask",
+        bound=lambda value, positive: f"response's mean r - 1 - log r > {value:g}",
+    ),
     "second_moment": Option("largest mean of (log r)^2 over tokens of the optimiser step", "step"),
     "largest_shift": Option(
         "largest mean of |pi' / mu - 1| over a response; above it tokens are blocked", "mask"
@@ -135,7 +191,12 @@ OPTIONS: dict[str, Option] = {
     "budget_low": Option(
         "least mean divergence of a prefix that is allowed", "mask", high=1, includes_low=True
     ),
-    "budget_high": Option("largest mean divergence of a prefix that is allowed", "mask", high=1),
+    "budget_high": Option(
+        "largest mean divergence of a prefix that is allowed",
+        "mask",
+        high=1,
+        bound=lambda value, positive: f"prefix's mean TV > {value:g}",
+    ),
     "ratio_cap": Option("C: the weight of a token is cut to this", "cap"),
     "topk": Option("K: ids of TopK(mu) that the engine returns for each token", "topk", whole=True),
     "kl_coefficient": Option(
@@ -157,20 +218,24 @@ COEFFICIENTS = tuple(name for name, option in OPTIONS.items() if option.role == 
 """Options for coefficients of additive terms. Every algorithm accepts them; no preset sets them."""
 
 
+RuleFunction = str | Callable[..., Any]
+"""A function of a row: the name of a function of this package, or a function of the row's own module."""
+
+
 @dataclass(frozen=True)
 class Preset:
     """A row of the table.
 
     Attributes:
-        mask: Name of the mask, a function in ``rules.py`` or ``step_rules.py``. If ``sequences``, ``build_algorithm``
-            looks first in ``sequence_rules.py`` and ``triage.py``.
+        mask: The mask: the name of a function in ``rules.py`` or ``step_rules.py``, or a function. If ``sequences``,
+            ``build_algorithm`` looks for the name first in ``sequence_rules.py`` and ``triage.py``.
         stability: The numbers of the stability study: the numbers of mask and weight, ``ratio_cap`` (infinite if it is
             missing), and ``topk``.
         scaling: Those numbers of the scaling runs that differ from ``stability``.
         lora: Those numbers of the scaling run with LoRA that differ from ``scaling``.
         generalization: Those numbers of the other models and tasks that differ from ``stability``.
         anchor: The policy that the mask compares pi with.
-        weight: Name of the weight, a function in one of these modules or in ``projection.py``.
+        weight: The weight: the name of a function in one of these modules or in ``projection.py``, or a function.
         fixed: Arguments of the mask that users cannot set.
         divergence: The divergence that the mask compares with its threshold. Saved batches contain the divergence.
             None if the mask measures no divergence.
@@ -178,26 +243,29 @@ class Preset:
         sequences: Whether mask or weight read whole responses.
         centers: Whether the loss centers the score (``rules.centering``), with a gradient through TopK(mu).
         projects: Whether the loss projects pi (``projection.py``), also with a gradient through TopK(mu).
-        correction: Name of a function in ``triage.py``, an additive term of the loss that only this row has.
-        step_bound: Name of a function in ``step_rules.py`` that computes a number from all tokens of an optimiser step,
-            in a pass without gradient. The mask reads the number.
+        correction: Name of a function in ``triage.py``, or a function: an additive term of the loss that only this row
+            has.
+        step_bound: Name of a function in ``step_rules.py``, or a function: it computes a number from all tokens of an
+            optimiser step, in a pass without gradient. The mask reads the number.
+        options: Options that no other row has, by name.
     """
 
-    mask: str = "train_all"
+    mask: RuleFunction = "train_all"
     stability: Mapping[str, float] = field(default_factory=dict)
     scaling: Mapping[str, float] = field(default_factory=dict)
     lora: Mapping[str, float] = field(default_factory=dict)
     generalization: Mapping[str, float] = field(default_factory=dict)
     anchor: AnchorName = "rollout"
-    weight: str = "importance_ratio"
+    weight: RuleFunction = "importance_ratio"
     fixed: Mapping[str, bool | str] = field(default_factory=dict)
     divergence: Divergence | None = None
     whole_vocabulary: bool = False
     sequences: bool = False
     centers: bool = False
     projects: bool = False
-    correction: str | None = None
-    step_bound: str | None = None
+    correction: RuleFunction | None = None
+    step_bound: RuleFunction | None = None
+    options: Mapping[str, Option] = field(default_factory=dict)
 
     def numbers(self, settings: Settings) -> dict[str, float]:
         """Return the preset's numbers in a setting, by option."""
@@ -211,6 +279,10 @@ class Preset:
         for differing_numbers in further[settings]:
             numbers |= differing_numbers
         return numbers
+
+    def option(self, name: str) -> Option:
+        """Return the option ``name`` of this row or of the table. Raises KeyError."""
+        return self.options[name] if name in self.options else OPTIONS[name]
 
 
 CAP = {"ratio_cap": 5.0}
@@ -394,6 +466,65 @@ rollout's weights. So these masks do not measure a gap between mu and pi'.
 """
 
 
+def find_preset(name: str) -> Preset:
+    """Find a row by its name in ``PRESETS``, its entry point's name, or ``package.module:ROW``.
+
+    Raises ValueError for an unknown name, and for an object that is no usable row.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    return _own_preset(name)
+
+
+@cache
+def _own_preset(name: str) -> Preset:
+    """Import and check a row of a user's module. Raises ValueError."""
+    registered = plugins.targets(plugins.ALGORITHMS)
+    if ":" not in name and name not in registered:
+        rows = [row for row in PRESETS if name and row.startswith(name)]
+        hint = ""
+        if rows:
+            hint = f"did you mean {', '.join(rows)}? "
+        known = ", ".join([*PRESETS, *registered])
+        raise ValueError(f"unknown algorithm {name!r}; {hint}known: {known}, or package.module:ROW")
+    row = plugins.import_part("algorithm", name, plugins.ALGORITHMS, PRESETS, "package.module:ROW")
+    if not isinstance(row, Preset):
+        raise ValueError(
+            f"algorithm {name!r}: got a {type(row).__name__}, expected a row: "
+            "megatron_dppo.algorithms.table.Preset(mask, numbers, ...)"
+        )
+    for fault in _row_faults(row):
+        raise ValueError(f"algorithm {name!r}: {fault}")
+    return row
+
+
+def _row_faults(row: Preset) -> Iterator[str]:
+    """Yield what makes a row of a user's module unusable."""
+    for kind, function in (
+        ("mask", row.mask),
+        ("weight", row.weight),
+        ("correction", row.correction),
+        ("step_bound", row.step_bound),
+    ):
+        known = sorted({str(getattr(preset, kind)) for preset in PRESETS.values()} - {"None"})
+        if function is not None and not callable(function) and function not in known:
+            yield f"{kind}: got {function!r}, expected a function, or one of {', '.join(known)}"
+    if row.anchor not in get_args(AnchorName):
+        yield f"anchor: got {row.anchor!r}, expected one of {', '.join(get_args(AnchorName))}"
+    if row.divergence not in (None, *get_args(Divergence)):
+        names = ", ".join(get_args(Divergence))
+        yield f"divergence: got {row.divergence!r}, expected None or one of {names}"
+    for option in row.options:
+        if option in OPTIONS:
+            yield f"options: {option!r} is an option of every row ({OPTIONS[option].meaning}); expected another name"
+    for setting in get_args(Settings):
+        for option, value in row.numbers(setting).items():
+            if option not in OPTIONS and option not in row.options:
+                yield f"{setting}: the number {option!r} has no Option in options={{...}}"
+            elif math.isfinite(value) and (fault := row.option(option).fault(value)) is not None:
+                yield f"{setting}: {option!r} ({row.option(option).meaning}): {fault}"
+
+
 @dataclass(frozen=True)
 class AlgorithmFacts:
     """A row with its numbers, for engine, trainer and planner."""
@@ -461,24 +592,19 @@ def algorithm_facts(
             a whole number); a value outside its range; or a lower bound above its upper bound. The message lists the
             accepted values.
     """
-    if name not in PRESETS:
-        rows = [row for row in PRESETS if name and row.startswith(name)]
-        hint = ""
-        if rows:
-            hint = f"did you mean {', '.join(rows)}? "
-        raise ValueError(f"unknown algorithm {name!r}; {hint}known: {', '.join(PRESETS)}")
+    preset = find_preset(name)
     if settings not in get_args(Settings):
         accepted = ", ".join(get_args(Settings))
         raise ValueError(f"unknown settings {settings!r} of an algorithm; known: {accepted}")
-    preset = PRESETS[name]
     # Only DPPO's masks have the name of their divergence. Only these masks have a separate threshold for A < 0.
     takes_negative = preset.mask == preset.divergence
-    numbers = _override(name, preset.numbers(settings), options or {}, takes_negative)
+    numbers = _override(name, preset, preset.numbers(settings), options or {}, takes_negative)
     return AlgorithmFacts(name, preset, numbers)
 
 
 def _override(
     name: str,
+    preset: Preset,
     numbers: Mapping[str, float],
     options: Mapping[str, Any],
     takes_negative: bool,
@@ -496,9 +622,9 @@ def _override(
             raise ValueError(
                 f"algorithm {name!r} has no option {option!r}; it has {', '.join(accepted)}"
             )
-        fault = OPTIONS[option].fault(value)
+        fault = preset.option(option).fault(value)
         if fault is not None:
-            meaning = OPTIONS[option].meaning
+            meaning = preset.option(option).meaning
             raise ValueError(f"algorithm {name!r}, option {option!r} ({meaning}): {fault}")
         result[option] = value
     for bound in ("mismatch", "budget"):

@@ -12,6 +12,7 @@ from megatron_dppo.algorithms.decisions import Decisions
 from megatron_dppo.algorithms.inputs import TokenInputs, rollout
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.sums import FREQUENCY_SUMS, MetricSums
+from megatron_dppo.system.imports import reason_of
 
 BAD_UPDATE_DROP = 0.5
 """A token with A < 0 is a "bad update" if mu - pi is at least this (arXiv 2602.04879, section 5)."""
@@ -56,6 +57,7 @@ def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -
         **_entropy(inputs, blocked),
         **_surprise(inputs),
         **_topk_mass(inputs),
+        **_own_metrics(inputs, decisions),
     }
     maxima = {
         metric_names.GAP_MAX: _largest(finite, gap),
@@ -123,6 +125,28 @@ def _topk_mass(inputs: TokenInputs) -> dict[str, Tensor]:
     log_mu = inputs.rollout_topk_log_probs[..., :-1]
     mass = torch.where(valid & ~log_mu.isnan(), log_mu.exp(), 0.0)
     return {metric_names.TOPK_MASS: _sum(inputs.loss_mask, mass.sum(-1, dtype=torch.float64))}
+
+
+def _own_metrics(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor]:
+    """Compute the sums of the user's own metrics. Raises ValueError that names the metric whose function fails."""
+    sums = {}
+    for row in metric_names.own_metrics():
+        assert row.measure is not None
+        try:
+            values = row.measure(inputs, decisions)
+        # User code may raise any exception.
+        except Exception as error:
+            raise ValueError(
+                f"metric {row.name!r} (tracking.metrics): {reason_of(error)}"
+            ) from error
+        shape = getattr(values, "shape", type(values).__name__)
+        if shape != inputs.log_probs.shape:
+            raise ValueError(
+                f"metric {row.name!r} (tracking.metrics): its function returned {shape}, expected a tensor of "
+                f"the shape {tuple(inputs.log_probs.shape)}"
+            )
+        sums[row.name] = _sum(inputs.loss_mask & values.isfinite(), values)
+    return sums
 
 
 def _sum(selection: Tensor, value: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.algorithms.table import PRESETS, carried_topk
+from megatron_dppo.algorithms.table import carried_topk, find_preset
 from megatron_dppo.config import forwarded, layout, schema, speculation
 from megatron_dppo.config.data_files import data_files, repeated_files
 from megatron_dppo.config.data_schema import (
@@ -176,7 +176,7 @@ LONGEST_WAIT_S = 10**8
 def unusable_values(config: Section) -> list[str]:
     """Report texts with control characters, and texts, numbers and times above the limits of libraries."""
     faults: list[str] = []
-    for key, value in _leaves(config.model_dump(), ""):
+    for key, value in leaves(config.model_dump(), ""):
         if value_fault := _value_fault(key, value):
             faults.append(f"{key}: {value_fault}")
     return faults
@@ -323,9 +323,7 @@ def environment_faults(
             f"environment.role: got {given(environment.role)}, expected letters, digits, '_' and '-', as in "
             "user and tool"
         )
-    # Another check reports an unknown algorithm.
-    has_sequence_rule = algorithm in PRESETS and PRESETS[algorithm].sequences
-    if environment.credit == "turn" and has_sequence_rule:
+    if environment.credit == "turn" and _reads_responses(algorithm):
         yield (
             f"environment.credit: got turn with algorithm.name {algorithm}, expected trajectory: the rule of "
             f"{algorithm} needs one advantage for a whole response"
@@ -352,14 +350,23 @@ def _reward_of_environment(reward: RewardConfig, environment: EnvironmentConfig)
         )
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def _reads_responses(algorithm: str) -> bool:
+    """Whether the rule of the preset ``algorithm`` reads whole responses."""
+    try:
+        return find_preset(algorithm).sequences
+    except ValueError:
+        # Another check reports an unknown algorithm.
+        return False
+
+
+def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Yield each value of a tree of tables and lists with its dotted key. Items of a list have the key of the list."""
     if isinstance(value, dict):
         for name, entry in value.items():
-            yield from _leaves(entry, f"{key}.{name}" if key else str(name))
+            yield from leaves(entry, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
         for item in value:
-            yield from _leaves(item, key)
+            yield from leaves(item, key)
     else:
         yield key, value
 

@@ -197,7 +197,8 @@ class AlgorithmConfig(Section):
     """Preset of the algorithm, and changes to it."""
 
     name: str = "dppo-binary-tv"
-    """A name in ``megatron_dppo.algorithms.table``."""
+    """A name in ``megatron_dppo.algorithms.table``, the name of an installed package's entry point, or
+    ``package.module:ROW``; docs/extending.md."""
     settings: table.Settings = "stability"
     """The experiment of the paper that the preset's numbers belong to: the stability study, the scaling runs, the
     scaling run with LoRA (``lora``), or the other models and tasks (``generalization``); docs/algorithms.md.
@@ -573,6 +574,10 @@ class TrackingConfig(Section):
     """``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, the name of an installed package's entry point, or
     ``package.module:Class``. The trackers' libraries read credentials and addresses from their own environment
     variables.
+    """
+    metrics: list[str] = Field(default_factory=list)
+    """Own metrics of the trained tokens, each the name of an installed package's entry point or ``package.module:ROW``;
+    docs/extending.md.
     """
     project: str = Field(default="megatron-dppo", min_length=1)
     """Project in the trackers; TensorBoard has no projects."""

@@ -41,8 +41,8 @@ from megatron_dppo.metrics.records import (
     step_of,
 )
 from megatron_dppo.metrics.row import Dtype, Metric, Stroke
-from megatron_dppo.metrics.summary import RunInfo
-from megatron_dppo.metrics.table import BY_METRIC, METRICS
+from megatron_dppo.metrics.summary import RunInfo, add_metrics_of
+from megatron_dppo.metrics.table import BY_METRIC, METRICS, own_metrics
 from megatron_dppo.system.files import atomic_file
 
 BLUE, VERMILION, GREEN, PINK, SKY, ORANGE, BLACK, GREY = (
@@ -312,9 +312,13 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
     bounds: list[tuple[float, str]] = []
     for metric in in_panel("gap"):
         assert metric.line is not None
-        upper = max(BY_METRIC[metric.name].upper(run.dtype) for run in runs)
+        own_handles = plot_metrics(axes, runs, [metric], log=True)
+        if metric.normal is None:
+            handles += own_handles
+            continue
+        upper = max(metric.normal.upper(run.dtype) for run in runs)
         # ``plot_metrics`` returns no handle if no run recorded the metric.
-        for handle in plot_metrics(axes, runs, [metric], log=True):
+        for handle in own_handles:
             handle.set_label(f"{metric.line.legend} (at most {upper:g})")
             handles.append(handle)
             colour = GREY
@@ -326,7 +330,7 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
         bottom, top = axes.get_ylim()
         for upper, colour in bounds:
             axes.axhline(upper, color=colour, linestyle=":", linewidth=1.2)
-        axes.set_ylim(bottom / 3, max(top * 3, *(2 * upper for upper, _ in bounds)))
+        axes.set_ylim(bottom / 3, max([top * 3, *(2 * upper for upper, _ in bounds)]))
     handles += plot_on_the_right(axes, runs, "gap", "routed alike, % of tokens x layers")
     mark_empty(axes, handles)
     unit = "probability, log axis (dotted: bounds)"
@@ -615,6 +619,8 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path) -> P
             "no more colours can be told apart"
         )
     infos = [RunInfo.of_run(directory) for directory in directories]
+    for directory in directories:
+        add_metrics_of(directory)
     runs = []
     for directory, info, label in zip(directories, infos, _labels(directories, infos), strict=True):
         records = read_records(directory)
@@ -676,7 +682,22 @@ def _panels(runs: list[RunRecords]) -> list[Callable[[Axes, list[RunRecords]], N
         panels += DRAFT_PANELS
     if is_recorded(runs, metric_names.UPDATE_SECONDS):
         panels += UPDATE_PANELS
+    for title in _own_panels(runs):
+        panels.append(partial(_draw_from_zero, panel=title, title=title, unit=""))
     return panels
+
+
+def _own_panels(runs: list[RunRecords]) -> list[str]:
+    """Return the titles of the panels that only recorded metrics of the user name."""
+    own_rows = own_metrics()
+    built_in_titles = {
+        row.line.panel for row in METRICS.values() if row.line is not None and row not in own_rows
+    }
+    titles: dict[str, None] = {}
+    for row in own_rows:
+        if row.line is not None and is_recorded(runs, row.name):
+            titles[row.line.panel] = None
+    return [title for title in titles if title not in built_in_titles]
 
 
 def _draw(runs: list[RunRecords], title: str) -> Figure:

@@ -38,9 +38,10 @@ from megatron_dppo.launch.run_state import require_run, state_text
 from megatron_dppo.logging import fatal
 from megatron_dppo.metrics import records
 from megatron_dppo.metrics.records import Record, phase_table, read_records, series, step_of
+from megatron_dppo.metrics.row import Metric
 from megatron_dppo.metrics.samples import about, printable, read_samples
 from megatron_dppo.metrics.step_table import NormalityCheck
-from megatron_dppo.metrics.summary import RunInfo, environment_faults
+from megatron_dppo.metrics.summary import RunInfo, add_metrics_of, environment_faults
 from megatron_dppo.metrics.table import METRICS, accuracy_set
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.http_server import HttpServer
@@ -57,9 +58,6 @@ _MOST_TOKENS = 20
 _MOST_LINES = 30
 _MOST_FAULTS = 10
 Json = dict[str, Any]
-# The rows of the table of metrics, by the metric's name in metrics.jsonl.
-_ROWS = {row.recorded_as or name: row for name, row in METRICS.items()}
-_MEANING = {name: row.meaning for name, row in _ROWS.items()}
 
 
 def thinned(
@@ -136,8 +134,10 @@ class RunView:
 
     def state(self, _: Json) -> Json:
         """Return everything that the page shows except curves and samples."""
+        add_metrics_of(self.directory)
         recorded = self.records()
         metrics = _names(recorded)
+        rows = _rows()
         faults: list[tuple[str, int, str]] = []
         for fault in environment_faults(self.directory)[:_MOST_FAULTS]:
             faults.append((fault.environment, fault.count, printable(fault.reason)))
@@ -148,7 +148,7 @@ class RunView:
             "state": self._state(),
             "step": step_of(recorded[-1]) if recorded else None,
             "steps": self._steps(),
-            "names": [[name, _MEANING.get(name, "")] for name in metrics],
+            "names": [[name, rows[name].meaning if name in rows else ""] for name in metrics],
             "axes": _axes(metrics),
             "bounds": self._bounds(metrics),
             "phases": self._phases(recorded),
@@ -279,9 +279,10 @@ class RunView:
         """Return the upper end of each metric's normal range in the run's dtype, if the range has an upper end."""
         info = self._info()
         dtype = info.dtype if info else "float32"
+        rows = _rows()
         bounds: dict[str, float] = {}
         for name in metrics:
-            normal = _ROWS[name].normal if name in _ROWS else None
+            normal = rows[name].normal if name in rows else None
             if normal is not None and math.isfinite(normal.upper(dtype)):
                 bounds[name] = normal.upper(dtype)
         return bounds
@@ -308,6 +309,11 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
+def _rows() -> dict[str, Metric]:
+    """Return the rows of the table of metrics, by the metric's name in metrics.jsonl."""
+    return {row.recorded_as or name: row for name, row in METRICS.items()}
+
+
 def _names(recorded: Sequence[Record]) -> list[str]:
     """Return the names of all metrics, in alphabetical order, but times last."""
     metrics: set[str] = set()
@@ -320,9 +326,10 @@ def _names(recorded: Sequence[Record]) -> list[str]:
 
 def _axes(metrics: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Return the axis range of each metric that is a share."""
+    rows = _rows()
     axes: dict[str, Any] = {}
     for name in metrics:
-        axis = _ROWS[name].axis() if name in _ROWS else None
+        axis = rows[name].axis() if name in rows else None
         if axis is not None:
             axes[name] = axis
     return axes | {name: (0.0, 1.0) for name in metrics if accuracy_set(name) is not None}

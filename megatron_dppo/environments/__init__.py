@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_dppo.rewards.result import USABLE_NUMBER, is_usable
 from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.imports import ImportTargetError, import_target, is_async, reason_of
+from megatron_dppo.system.imports import is_async, reason_of
 
 if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Problem
@@ -250,19 +250,11 @@ def find_environment(name: str) -> Callable[..., Environment]:
 
     Raises ValueError for any other name, and if the class can't be imported.
     """
-    target = name if ":" in name else ENVIRONMENTS.get(name)
-    if target is None:
-        registered = plugins.targets(plugins.ENVIRONMENTS)
-        if name not in registered:
-            names = ", ".join(sorted({*ENVIRONMENTS, *registered}))
-            raise ValueError(
-                f"unknown environment {name!r}; there are {names}, or package.module:Class"
-            )
-        target = registered[name]
-    try:
-        return import_target(target)
-    except ImportTargetError as error:
-        raise ValueError(f"the environment {name!r} can't be imported: {error}") from error
+    form = "package.module:Class"
+    environment: Callable[..., Environment] = plugins.import_part(
+        "environment", ENVIRONMENTS.get(name, name), plugins.ENVIRONMENTS, ENVIRONMENTS, form
+    )
+    return environment
 
 
 def makes_prompts(name: str | None) -> bool:

@@ -31,10 +31,11 @@ from megatron_dppo.config.forwarded import (
 )
 from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.option_values import option_value_faults
-from megatron_dppo.config.schema import LoraConfig, PolicyConfig
+from megatron_dppo.config.schema import AlgorithmConfig, LoraConfig, PolicyConfig
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.environments import check_environment, find_environment
 from megatron_dppo.logging import INTERRUPTED
+from megatron_dppo.metrics.table import add_metrics
 from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
@@ -83,7 +84,9 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
         },
         "environment.name": partial(_check_environment, config.environment),
         "lora.start_from": partial(_check_adapters, config.lora, config.model.hf_checkpoint),
+        "algorithm.name": partial(_check_algorithm, config.algorithm),
         "tracking.trackers": partial(find_trackers, config.tracking.trackers),
+        "tracking.metrics": partial(add_metrics, config.tracking.metrics),
         "checkpoint.upload": partial(_check_upload, config.checkpoint.upload),
     }
     starts_servers = config.engine.servers_to_start > 0 and config.rollout.replay_from is None
@@ -250,6 +253,18 @@ class _OptionValueError(ValueError):
 def _check_option_values(target: Callable[..., object], options: Mapping[str, Any]) -> None:
     if faults := list(option_value_faults(target, options)):
         raise _OptionValueError(faults)
+
+
+def _check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """Raise ValueError if a function of the algorithm's row does not take the row's numbers."""
+    from megatron_dppo.algorithms.algorithm import build_algorithm
+
+    try:
+        algorithm.facts()
+    except ValueError:
+        # ``check_config`` reports an unknown name or a bad number.
+        return
+    build_algorithm(algorithm.name, algorithm.options, algorithm.settings)
 
 
 def _check_reward(term: RewardTerm) -> None:

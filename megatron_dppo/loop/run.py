@@ -213,6 +213,7 @@ class Run:
         self.fence = fence
         self.should_stop = stop
         self.timer = PhaseTimer()
+        metric_names.add_metrics(config.tracking.metrics)
         settings = config.algorithm
         self.algorithm = build_algorithm(settings.name, settings.options, settings.settings)
         vocab_size = load_model_shape(config.model.hf_checkpoint).vocab_size

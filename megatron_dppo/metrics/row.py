@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16", "fp8"]
 """Dtype of the weights of trainer and servers. fp8: the servers' weights are FP8, the trainer's are bfloat16."""
@@ -76,7 +77,11 @@ class Metric:
         recorded_as: name of the quotient in the records; None: ``name``.
         share: whether the value is between 0 and 1, and shown in percent.
         normal: normal range; None: no value is marked.
-        line: line in the report; None: the report does not show the metric.
+        line: line in the report; None: the report does not show the metric. If no panel has the line's title, the
+            report gets a panel of that title.
+        measure: only for a user's own metric: a function (``TokenInputs``, ``Decisions``) -> numbers or bools of all
+            tokens, shaped as ``log_probs``. The metric is their sum over the tokens in ``loss_mask`` whose number is
+            finite.
     """
 
     name: str
@@ -86,6 +91,7 @@ class Metric:
     share: bool = False
     normal: NormalRange | None = None
     line: Line | None = None
+    measure: Callable[[Any, Any], Any] | None = None
 
     def show(self, value: float) -> str:
         """Format ``value`` with the metric's unit."""

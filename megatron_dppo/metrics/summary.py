@@ -6,6 +6,7 @@ The numbers come from ``metrics.jsonl``, so that a resumed run includes the step
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -29,6 +30,8 @@ from megatron_dppo.metrics.records import (
 )
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.system.files import hash_fault, write_atomically
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,17 +69,14 @@ class RunInfo:
 
         Raises ValueError if the file is not a resolved configuration, or differs from the hash in its first line.
         """
-        path = Path(directory) / CONFIG_FILE
-        if not path.is_file():
+        config = saved_config(directory)
+        if config is None:
             return None
         try:
-            text = path.read_text(encoding="utf-8")
-            if (difference := hash_fault(text)) is not None:
-                raise ValueError(f"{path}: altered: {difference}")
-            return cls.of_config(yaml.safe_load(text))
-        except (KeyError, TypeError, yaml.YAMLError) as error:
+            return cls.of_config(config)
+        except (KeyError, TypeError) as error:
             raise ValueError(
-                f"{path}: expected the resolved configuration of a run ({error!r})"
+                f"{Path(directory) / CONFIG_FILE}: expected the resolved configuration of a run ({error!r})"
             ) from error
 
     @property
@@ -85,6 +85,40 @@ class RunInfo:
         precisions = {"float32": "fp32", "bfloat16": "bf16", "fp8": "bf16 and fp8 rollouts"}
         layout = f"{self.layout}, {precisions[self.dtype]}"
         return (self.algorithm, layout, self.model, f"seed {self.seed}")
+
+
+def saved_config(directory: str | Path) -> dict[str, Any] | None:
+    """Read the ``config.yaml`` in a run's folder as plain values; None if the file does not exist.
+
+    Raises ValueError if the file is no table, or differs from the hash in its first line.
+    """
+    path = Path(directory) / CONFIG_FILE
+    if not path.is_file():
+        return None
+    text = path.read_text(encoding="utf-8")
+    if (difference := hash_fault(text)) is not None:
+        raise ValueError(f"{path}: altered: {difference}")
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"{path}: expected the resolved configuration of a run ({error!r})"
+        ) from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected the resolved configuration of a run")
+    return config
+
+
+def add_metrics_of(directory: str | Path) -> None:
+    """Add the own metrics of the run in ``directory`` to the table of metrics.
+
+    Metrics that can't be imported here are left out, with a warning: the run's other figures can be shown without them.
+    """
+    try:
+        config = saved_config(directory) or {}
+        metric_names.add_metrics(config.get("tracking", {}).get("metrics", ()))
+    except ValueError as error:
+        log.warning("%s: tracking.metrics: %s", directory, error)
 
 
 def describe_layout(parallel: Mapping[str, Any]) -> str:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_dppo.metrics.row import Line, Metric, NormalRange
+from megatron_dppo.system import plugins
 
 METRICS: dict[str, Metric] = {}
 """Every row by its name, in the order of this file."""
@@ -561,6 +563,48 @@ BY_METRIC: dict[str, NormalRange] = {
     name: row.normal for name, row in METRICS.items() if row.normal is not None
 }
 """Metric -> its normal range, for metrics that have one."""
+_DIVISORS = (TRAINED_TOKENS, POSITIVE, NEGATIVE, MASKED)
+"""Metrics that may divide a user's own metric: they are recorded in every run."""
+
+
+def add_metrics(names: Iterable[str]) -> None:
+    """Add a user's own rows to the table, as ``tracking.metrics`` names them. A row that is there already stays.
+
+    Raises ValueError for an unknown name, an object that is no usable row, and a metric that has another row.
+    """
+    for name in names:
+        row = plugins.import_part("metric", name, plugins.METRICS, (), "package.module:ROW")
+        if not isinstance(row, Metric):
+            raise ValueError(
+                f"metric {name!r}: got a {type(row).__name__}, expected a row: "
+                "megatron_dppo.metrics.row.Metric(name, meaning, measure=...)"
+            )
+        if METRICS.get(row.name) is row:
+            continue
+        for fault in _own_row_faults(row):
+            raise ValueError(f"metric {name!r}: {fault}")
+        METRICS[row.name] = row
+        if row.normal is not None:
+            BY_METRIC[row.name] = row.normal
+
+
+def _own_row_faults(row: Metric) -> Iterator[str]:
+    """Yield what makes a row of a user's module unusable."""
+    if not callable(row.measure):
+        yield f"measure: got {row.measure!r}, expected a function of token inputs and decisions"
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)+", row.name):
+        yield f"name: got {row.name!r}, expected a group and a name, as in policy/halved"
+    if row.recorded_as is not None:
+        yield f"recorded_as: got {row.recorded_as!r}, expected None: a metric is recorded under its name"
+    if row.name in {*METRICS, *(other.recorded_as for other in METRICS.values())}:
+        yield f"name: {row.name!r} is the name of another metric"
+    if row.divisor is not None and row.divisor not in _DIVISORS:
+        yield f"divisor: got {row.divisor!r}, expected one of {', '.join(_DIVISORS)}, or None"
+
+
+def own_metrics() -> list[Metric]:
+    """Return the rows that ``add_metrics`` has added."""
+    return [row for row in METRICS.values() if row.measure is not None]
 
 
 def accuracy(evaluation_set: str) -> str:

@@ -28,7 +28,6 @@ from megatron_dppo.metrics.records import TENSORBOARD_FOLDER, TRACKERS_FOLDER
 from megatron_dppo.system import plugins, secret_variables
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import Closing, write_atomically
-from megatron_dppo.system.imports import ImportTargetError, import_target
 
 log = logging.getLogger(__name__)
 
@@ -324,15 +323,9 @@ def _tracker_class(name: str) -> Callable[[], ExperimentTracker]:
                 f"{name!r} needs the package {package}, which is not installed: {install_command}"
             )
         return TRACKERS[name]
-    targets = plugins.targets(plugins.TRACKERS)
-    target = name if ":" in name else targets.get(name)
-    if target is None:
-        names = ", ".join(sorted({*TRACKERS, *targets}))
-        raise ValueError(f"got {name!r}, expected one of {names}, or package.module:Class")
-    try:
-        tracker_class: Callable[[], ExperimentTracker] = import_target(target)
-    except ImportTargetError as error:
-        raise ValueError(f"{name!r} can't be imported: {error}") from error
+    tracker_class: Callable[[], ExperimentTracker] = plugins.import_part(
+        "tracker", name, plugins.TRACKERS, TRACKERS, "package.module:Class"
+    )
     try:
         inspect.signature(tracker_class).bind()
     # TypeError: the object can't be called, or needs arguments. ValueError: Python can't inspect it.

@@ -310,15 +310,10 @@ def find_reward(name: str) -> Reward:
 
     Raises ValueError for any other name; the message lists the names.
     """
-    if ":" in name:
-        return Reward(name)
     if name in REWARDS:
         return REWARDS[name]
-    registered = plugins.targets(plugins.REWARDS)
-    if name not in registered:
-        names = ", ".join(sorted({*REWARDS, *registered}))
-        raise ValueError(f"unknown reward {name!r}; there are {names}, or package.module:function")
-    return Reward(registered[name])
+    form = "package.module:function"
+    return Reward(plugins.target_of("reward", name, plugins.REWARDS, REWARDS, form))
 
 
 def no_reward(response: str) -> float:

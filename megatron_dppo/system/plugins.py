@@ -17,7 +17,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,12 @@ ENVIRONMENTS = "megatron_dppo.environments"
 """Classes of environments, as ``environment.name: package.module:Class`` takes them."""
 TRACKERS = "megatron_dppo.trackers"
 """Classes of experiment trackers: ``megatron_dppo.metrics.trackers.ExperimentTracker``."""
+ALGORITHMS = "megatron_dppo.algorithms"
+"""Rows of algorithms (``megatron_dppo.algorithms.table.Preset``), as ``algorithm.name: package.module:ROW`` takes
+them."""
+METRICS = "megatron_dppo.metrics"
+"""Rows of metrics (``megatron_dppo.metrics.row.Metric``), as ``tracking.metrics: [package.module:ROW]`` takes
+them."""
 
 _DISTRIBUTION = "megatron-dppo"
 _PROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -161,6 +167,39 @@ def module_file(module: str) -> Path | None:
 def targets(group: str) -> dict[str, str]:
     """Return the entry points of ``group``: name -> ``package.module:attribute``."""
     return {name: _target_of(entry) for name, entry in find_plugins(group).items()}
+
+
+def target_of(kind: str, name: str, group: str, own_names: Iterable[str], form: str) -> str:
+    """Return the target ``package.module:attribute`` of a part: ``name`` itself, or that of the entry point ``name``.
+
+    Args:
+        kind: noun for the part, for the message.
+        name: a target, or the name of an entry point.
+        group: group of the entry points.
+        own_names: names of this package's parts, for the message. None of them is an entry point.
+        form: the form of a target, as in ``package.module:Class``.
+
+    Raises:
+        ValueError: ``name`` is neither. The message lists the names.
+    """
+    if ":" in name:
+        return name
+    registered = targets(group)
+    if name not in registered:
+        names = ", ".join(sorted({*own_names, *registered}))
+        raise ValueError(f"unknown {kind} {name!r}; there are {names}, or {form}")
+    return registered[name]
+
+
+def import_part(kind: str, name: str, group: str, own_names: Iterable[str], form: str) -> Any:
+    """Import the part ``name``, with the arguments of :func:`target_of`.
+
+    Raises ValueError for an unknown name, and for a target that can't be imported.
+    """
+    try:
+        return import_target(target_of(kind, name, group, own_names, form))
+    except ImportTargetError as error:
+        raise ValueError(f"the {kind} {name!r} can't be imported: {error}") from error
 
 
 def _target_of(entry: EntryPoint) -> str:

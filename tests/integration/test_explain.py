@@ -6,6 +6,7 @@ second of the two mini-batches is trained on with other weights than the first.
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,10 @@ from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenize
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.explain import __main__ as explain
 from megatron_dppo.diagnostics.explain import replay
+from megatron_dppo.diagnostics.report import write_report
 from megatron_dppo.metrics.records import read_step_lines
 from megatron_dppo.metrics.samples import read_samples
-from tests.integration.runs import GROUP, PROMPTS, TrainingRun, records_of, write_material
+from tests.integration.runs import GROUP, PROMPTS, ROOT, TrainingRun, records_of, write_material
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -173,6 +175,51 @@ def test_another_rule_on_the_whole_run_token_by_token(run, tmp_path, capsys):
     output = capsys.readouterr().out
     assert str(len(alone)) in output
     assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+FACTOR = 1.3
+
+
+@pytest.fixture(scope="module")
+def own_rule_run(tmp_path_factory):
+    """Train with an algorithm and a metric of a module that is outside of the package."""
+    folder = tmp_path_factory.mktemp("own_rule")
+    shutil.copy(ROOT / "examples" / "plugin" / "dppo_team_parts" / "factor.py", folder / "own.py")
+    config = write_material(folder)
+    save_batch(folder / "recorded", STEP, recorded_batch(folder))
+    overrides = (
+        f"rollout.replay_from={folder}/recorded",
+        "run.steps=1",
+        "data.shuffle=false",
+        "parallel.world_size=1",
+        "parallel.tensor=1",
+        "algorithm.name=own:FACTOR",
+        f"algorithm.options.factor={FACTOR}",
+        "tracking.metrics=[own:HALVED]",
+        "checkpoint.export_hf=false",
+    )
+    with TrainingRun(config, *overrides, variables={"PYTHONPATH": str(folder)}) as process:
+        process.finish()
+    return folder / "run"
+
+
+def test_a_rule_and_a_metric_of_the_users_own_module_train(own_rule_run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(own_rule_run.parent)
+    rows = rows_of(own_rule_run, tmp_path)
+    halved = 0
+    for row in rows:
+        ratio, advantage = float(row["ratio"]), float(row["advantage"])
+        is_far = ratio > FACTOR if advantage > 0 else ratio < 1 / FACTOR
+        assert row["trains"] == str(not is_far)
+        assert row["threshold"] == (f"r > {FACTOR}" if advantage > 0 else f"r < 1/{FACTOR}")
+        halved += ratio < 0.5
+    record = records_of(own_rule_run)[-1]
+    assert record["mask/masked"] == sum(row["trains"] == "False" for row in rows) > 10
+    assert halved > 0
+    assert record["policy/halved"] == pytest.approx(halved / len(rows))
+    assert write_report(own_rule_run).is_file()
+    command = [str(own_rule_run), "--algorithm", "own:FACTOR", "--option", "factor=2"]
+    assert replay.main(command) == 0
 
 
 def test_a_run_without_seals_is_not_derived(run, capsys):

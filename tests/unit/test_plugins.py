@@ -142,7 +142,10 @@ def test_a_command_of_another_package_runs(environment, tmp_path):
 def test_a_start_finds_the_parts_of_another_package(environment, tmp_path):
     config = write_material(tmp_path)
     words = ["train", str(config), "--check"]
-    parts = ["reward.name=brief", "environment.name=guess", "tracking.trackers=[csv]"]
+    parts = [
+        *("reward.name=brief", "environment.name=guess", "tracking.trackers=[csv]"),
+        *("algorithm.name=factor", "algorithm.options.factor=3", "tracking.metrics=[halved]"),
+    ]
     turns = ["environment.max_turns=2", "environment.max_observation_tokens=8"]
     result = run(environment, *words, *parts, *turns)
     assert result.returncode == 0, result.stderr
@@ -150,5 +153,5 @@ def test_a_start_finds_the_parts_of_another_package(environment, tmp_path):
     bare_environment = {**environment, "PYTHONPATH": str(ROOT)}
     result = run(bare_environment, *words, *parts, *turns)
     assert result.returncode == 2
-    for name in ("brief", "guess", "csv"):
+    for name in ("brief", "guess", "csv", "factor", "halved"):
         assert f"{name!r}" in result.stderr

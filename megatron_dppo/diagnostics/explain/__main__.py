@@ -4,7 +4,9 @@
 
 The run must have been started with ``rollout.save=true``: then every batch has log pi, the divergence and the mask of
 each token as the loss computed them. The command first compares these values with ``metrics.jsonl`` and
-``masked_tokens.jsonl``, and stops if they disagree. Then it shows the values.
+``masked_tokens.jsonl``, and stops if they disagree. Then it shows the values. Responses with blocked tokens come first,
+then those with tokens that only PPO's clip would block. Without ``--step`` the command takes the last step with a
+blocked token.
 
 With ``--policy FOLDER`` the command computes pi from the weights in a Hugging Face folder instead. It shows what the
 mask would block if a policy with these weights trained on the batch. ``--rollout-policy FOLDER`` adds the weights that
@@ -28,9 +30,17 @@ from rich.text import Text
 
 from megatron_dppo.algorithms.table import Settings
 from megatron_dppo.config.loading import load_config, parse_scalar
-from megatron_dppo.config.schema import AlgorithmConfig
+from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 from megatron_dppo.diagnostics.pages import SummaryTable
-from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER, saved_batch_step
+from megatron_dppo.metrics import table as metric_names
+from megatron_dppo.metrics.records import (
+    CONFIG_FILE,
+    ROLLOUTS_FOLDER,
+    read_records,
+    saved_batch_step,
+    saved_batch_steps,
+    step_of,
+)
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
@@ -41,7 +51,8 @@ if TYPE_CHECKING:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options of the command."""
-    parser = batch_parser("explain", str(__doc__))
+    default_step = "the last saved with a blocked token; with --policy: the last saved"
+    parser = batch_parser("explain", str(__doc__), default_step)
     parser.add_argument(
         "--policy", type=Path, help="Hugging Face folder of pi's weights; default: the step's pi"
     )
@@ -74,22 +85,23 @@ def explain(options: argparse.Namespace) -> None:
     """Read the batch, explain its tokens, and write the requested files."""
     config = load_config(options.run / CONFIG_FILE)
     # Check the step before torch is imported: the import takes seconds.
-    step = saved_batch_step(options.run / ROLLOUTS_FOLDER, options.step)
+    step, step_line = chosen_step(options)
+    metric_names.add_metrics(config.tracking.metrics)
     from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.data.batch_file import load_batch
     from megatron_dppo.diagnostics.explain import page
 
     algorithm = build_algorithm(*chosen_algorithm(options, config.algorithm))
     batch = load_batch(options.run / ROLLOUTS_FOLDER, step)
-    positions, skip_line = chosen_responses(batch, config.algorithm, options.limit)
+    useful_positions, skip_line = useful_responses(batch, config.algorithm)
+    limit = options.limit or len(useful_positions)
     mini_batch_size = config.training.prompts_per_mini_batch * config.rollout.group_size
-    mini_batches = {i: i // mini_batch_size + 1 for i in positions}
     if options.policy is None:
-        checkpoint = config.model.hf_checkpoint
         responses, source = as_trained(
-            options, config.algorithm, step, algorithm, batch, mini_batches, checkpoint
+            options, config, step, algorithm, batch, useful_positions, limit, mini_batch_size
         )
     else:
+        mini_batches = {i: i // mini_batch_size + 1 for i in useful_positions[:limit]}
         responses = under_policy(options, config.temperature, algorithm, batch, mini_batches)
         source = (
             f"NOT as step {step} trained, but under the weights in {options.policy}, rollout "
@@ -99,9 +111,10 @@ def explain(options: argparse.Namespace) -> None:
     facts = [
         f"{algorithm.name}: {numbers}",
         f"{source}; temperature {config.temperature:g}",
-        f"{len(positions)} of {len(batch)} responses; {skip_line}",
+        f"{len(responses)} of {len(batch)} responses; {skip_line}, "
+        f"{len(useful_positions) - len(responses)} beyond --limit",
     ]
-    title = f"Masks of {options.run}, batch of step {step}"
+    title = f"Masks of {options.run}, batch of step {step}{step_line}"
     tables = page.summary_tables(algorithm.name, responses)
     shown_tables = list(tables)
     if options.rows:
@@ -119,25 +132,46 @@ def explain(options: argparse.Namespace) -> None:
         print(f"{options.html}: every response, tokens coloured")
 
 
+def chosen_step(options: argparse.Namespace) -> tuple[int, str]:
+    """Return the step to explain, and words for the title about its choice; no words if ``--step`` names it.
+
+    Raises ValueError if there is no saved batch of the step.
+    """
+    folder = options.run / ROLLOUTS_FOLDER
+    last_step = saved_batch_step(folder, options.step)
+    if options.step is not None or options.policy is not None:
+        return last_step, ""
+    saved_steps = set(saved_batch_steps(folder))
+    blocking_steps: list[int] = []
+    for row in read_records(options.run):
+        if step_of(row) in saved_steps and row.get(metric_names.MASKED):
+            blocking_steps.append(step_of(row))
+    if not blocking_steps:
+        return last_step, ", the last saved (no saved step has a blocked token)"
+    return blocking_steps[-1], ", the last with a blocked token"
+
+
 def as_trained(
     options: argparse.Namespace,
-    trained_with: AlgorithmConfig,
+    config: TrainConfig,
     step: int,
     algorithm: Algorithm,
     batch: list[Trajectory],
-    mini_batches: Mapping[int, int],
-    checkpoint: str,
+    useful_positions: Sequence[int],
+    limit: int,
+    mini_batch_size: int,
 ) -> tuple[list[Response], str]:
-    """Explain responses with the values that the loss of ``step`` computed.
+    """Explain responses with the values that the loss of ``step`` computed, those with blocked tokens first.
 
     Args:
         options: options of the command.
-        trained_with: the run's algorithm.
+        config: the run's configuration.
         step: step whose batch is explained.
         algorithm: the algorithm to explain: the run's or another algorithm.
         batch: all trajectories of the batch.
-        mini_batches: the responses to explain: position in the batch -> number of the mini-batch, from 1.
-        checkpoint: Hugging Face folder with the tokenizer.
+        useful_positions: positions of the responses with a gradient.
+        limit: largest number of responses.
+        mini_batch_size: responses of a mini-batch.
 
     Returns:
         The explained responses, and a line about the source of the numbers.
@@ -153,16 +187,16 @@ def as_trained(
         raise ValueError(
             "--rollout-policy: expected with --policy only; without it, the step's own numbers are shown"
         )
-    saved = SeenStep.of(batch, trained_with)
+    saved = SeenStep.of(batch, config.algorithm)
     source = check_agreement(saved, options.run, step)
     decisions = saved.decisions(algorithm)
     if not saved.was_trained_with(algorithm):
-        source += f" for {trained_with.name}, which the run trained with"
-    texts = TokenTexts(load_tokenizer(checkpoint))
-    responses = [
-        explain_seen(saved, i, number, algorithm, decisions, texts)
-        for i, number in mini_batches.items()
-    ]
+        source += f" for {config.algorithm.name}, which the run trained with"
+    texts = TokenTexts(load_tokenizer(config.model.hf_checkpoint))
+    responses: list[Response] = []
+    for position in saved.notable_first(useful_positions, decisions)[:limit]:
+        number = position // mini_batch_size + 1
+        responses.append(explain_seen(saved, position, number, algorithm, decisions, texts))
     return responses, source
 
 
@@ -228,14 +262,12 @@ def chosen_algorithm(
     return name, numbers, trained_with.settings
 
 
-def chosen_responses(
-    batch: Sequence[Trajectory],
-    algorithm: AlgorithmConfig,
-    limit: int,
+def useful_responses(
+    batch: Sequence[Trajectory], algorithm: AlgorithmConfig
 ) -> tuple[list[int], str]:
-    """Return the positions of the first ``limit`` responses with a gradient, and a line about the responses left out.
+    """Return the positions of the responses with a gradient, and words about the responses left out.
 
-    ``limit`` 0: all responses with a gradient. Raises ValueError if no response has a gradient.
+    Raises ValueError if no response has a gradient.
     """
     from megatron_dppo.loop.learning import trains
 
@@ -243,13 +275,9 @@ def chosen_responses(
     useful_positions = [i for i in trained_positions if batch[i].has_advantage]
     if not useful_positions:
         raise ValueError(f"none of the {len(batch)} responses has a gradient: nothing to explain")
-    positions = useful_positions
-    if limit:
-        positions = useful_positions[:limit]
-    return positions, (
+    return useful_positions, (
         f"left out: {len(batch) - len(trained_positions)} dropped, "
-        f"{len(trained_positions) - len(useful_positions)} without "
-        f"advantage, {len(useful_positions) - len(positions)} beyond --limit"
+        f"{len(trained_positions) - len(useful_positions)} without advantage"
     )
 
 
@@ -275,15 +303,20 @@ def show(console: Console, summary: SummaryTable) -> None:
     console.print(table)
 
 
-def batch_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser of RUN, ``--step`` and ``--limit`` for a command on one saved batch."""
+def batch_parser(
+    command: str, description: str, default_step: str = "the last saved"
+) -> argparse.ArgumentParser:
+    """Return a parser of RUN, ``--step`` and ``--limit`` for a command on one saved batch.
+
+    ``default_step``: words for the step that the command takes without ``--step``.
+    """
     parser = argparse.ArgumentParser(
         prog=f"megatron-dppo {command}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
-    parser.add_argument("--step", type=int, help="step of the batch; default: the last saved")
+    parser.add_argument("--step", type=int, help=f"step of the batch; default: {default_step}")
     parser.add_argument("--limit", type=int, default=64, help="responses at most (64); 0: all")
     return parser
 

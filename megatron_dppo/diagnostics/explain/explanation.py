@@ -9,7 +9,7 @@ Legend: S = tokens of a trajectory, N = sampled tokens of a response, V = vocabu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from megatron_dppo.algorithms.algorithm import Algorithm
 from megatron_dppo.algorithms.decisions import Decisions, decide
 from megatron_dppo.algorithms.inputs import TokenInputs, rollout
 from megatron_dppo.algorithms.rules import importance_ratio
-from megatron_dppo.algorithms.table import NEGATIVE_THRESHOLDS
+from megatron_dppo.algorithms.table import NEGATIVE_THRESHOLDS, Preset
 from megatron_dppo.algorithms.token_metrics import PPO_CLIP, token_metrics
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
@@ -38,10 +38,16 @@ from megatron_dppo.vocab_parallel import policy_stats
 _UNKNOWN = (metric_names.GAP_STALE, metric_names.TOPK_MASS, metric_names.NONFINITE)
 """Metrics that a saved batch does not determine. They need data that the batch may lack: the weights that sampled the
 responses, the engine's Top-K, or every value that the loss tested for finiteness."""
-TOKEN_METRICS = tuple(
-    name for name in METRICS if name.startswith(("policy/", "mask/")) and name not in _UNKNOWN
-)
-"""Metrics that the command computes again from a batch's tokens, and compares with the run's records."""
+
+
+def compared_metrics() -> list[str]:
+    """Return the metrics that the command computes again from a batch's tokens and compares with the run's records."""
+    names: list[str] = []
+    for name, row in METRICS.items():
+        is_of_tokens = name.startswith(("policy/", "mask/")) or row.measure is not None
+        if is_of_tokens and name not in _UNKNOWN:
+            names.append(name)
+    return names
 
 
 @dataclass(frozen=True)
@@ -160,30 +166,6 @@ def token_columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor
     }
 
 
-BOUNDS: dict[str, Callable[[float, bool], str | None]] = {
-    "tv_threshold": lambda bound, positive: f"TV > {bound:g}",
-    "kl_threshold": lambda bound, positive: f"KL > {bound:g}",
-    "clip_low": lambda bound, positive: None if positive else f"r < {1 - bound:g}",
-    "clip_high": lambda bound, positive: f"r > {1 + bound:g}" if positive else None,
-    "max_drop": lambda bound, positive: None if positive else f"drop >= {bound:g}",
-    "rare_below": lambda bound, positive: f"relaxed where mu < {bound:g}",
-    "mismatch_low": lambda bound, positive: f"pi'/mu < {bound:g}",
-    "mismatch_high": lambda bound, positive: f"pi'/mu > {bound:g}",
-    "log_clip": lambda bound, positive: f"log r > {bound:g}" if positive else f"log r < -{bound:g}",
-    "sequence_low": lambda bound, positive: f"response's mean ratio < {bound:g}",
-    "sequence_high": lambda bound, positive: f"response's mean ratio > {bound:g}",
-    "drift_threshold": lambda bound, positive: (
-        None if positive else f"response's mean log(mu/pi) > {bound:g}"
-    ),
-    "largest_k2": lambda bound, positive: f"(log r)^2/2 in the response > {bound:g}",
-    "mean_k3": lambda bound, positive: f"response's mean r - 1 - log r > {bound:g}",
-    "budget_high": lambda bound, positive: f"prefix's mean TV > {bound:g}",
-}
-"""Name of a preset's number -> function that writes the number as a bound in words.
-
-The function maps (value, whether A > 0) to the text; None means that the number bounds nothing for this sign of A."""
-
-
 def threshold_text(algorithm: Algorithm, positive: bool) -> str:
     """Return the algorithm's bounds for A > 0 (``positive``) or A < 0, as text; empty if there is no bound."""
     numbers = dict(algorithm.numbers)
@@ -194,15 +176,24 @@ def threshold_text(algorithm: Algorithm, positive: bool) -> str:
             numbers[name] = threshold
     bounds: list[str] = []
     for name, value in numbers.items():
-        text = None
-        if name in BOUNDS:
-            text = BOUNDS[name](value, positive)
+        text = _bound_text(algorithm.preset, name, value, positive)
         if text is not None:
             bounds.append(text)
     anchor = ""
     if algorithm.needs_recomputed and bounds:
         anchor = " (against pi')"
     return ", ".join(bounds) + anchor
+
+
+def _bound_text(preset: Preset, name: str, value: float, positive: bool) -> str | None:
+    """Return the number ``name`` as a bound in words; None if it bounds nothing for this sign of A."""
+    option = preset.option(name)
+    if option.bound is not None:
+        return option.bound(value, positive)
+    # A row of a user's module may have a threshold without words for it: show its name.
+    if name in preset.options and option.role in ("mask", "both"):
+        return f"{name} {value:g}"
+    return None
 
 
 class TokenTexts:

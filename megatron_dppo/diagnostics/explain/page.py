@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from megatron_dppo.diagnostics.explain.explanation import TOKEN_METRICS, Response, Token
+from megatron_dppo.diagnostics.explain.explanation import Response, Token, compared_metrics
 from megatron_dppo.diagnostics.pages import (
     ResponseText,
     SummaryTable,
@@ -94,7 +94,7 @@ def metrics_table(responses: Iterable[Response]) -> SummaryTable:
     for response in responses:
         total = total + response.metrics
     values = means(total.values())
-    rows = [(name, f"{values[name]:.6g}", METRICS[name].meaning) for name in TOKEN_METRICS]
+    rows = [(name, f"{values[name]:.6g}", METRICS[name].meaning) for name in compared_metrics()]
     return SummaryTable("The run's metrics, of these tokens", ("metric", "value", "meaning"), rows)
 
 
@@ -149,20 +149,29 @@ NOTABLE_COLUMNS = (
 
 
 def notable_table(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
-    """Return the table of the first ``count`` tokens, in this order: blocked tokens, then the other tokens.
+    """Return a table of ``count`` rows, in this order: blocked tokens, then the other tokens.
 
     A token is blocked if the algorithm's mask or Clip-Higher blocks it. Each of the two kinds is sorted by descending
-    Binary TV.
+    Binary TV. Tokens of several responses whose other cells are equal are one row.
     """
-    rows: list[tuple[str, ...]] = []
-    for t in sorted(tokens, key=_blocked_first)[:count]:
-        first_cells = (repr(t.text), str(t.response), str(t.position), f"{t.advantage:+.3g}")
+    responses_of_cells: dict[tuple[str, ...], list[int]] = {}
+    for t in sorted(tokens, key=_blocked_first):
         divergences = (t.binary_tv, t.binary_kl, t.topk_tv, t.topk_kl, t.exact_tv, t.exact_kl)
         numbers = map(formatted, (t.mu, t.pi, t.ratio, *divergences))
-        rows.append((*first_cells, *numbers, t.threshold, verdict_of(name, t).meaning))
-    title = f"{len(rows)} of {len(tokens)} tokens: the blocked ones first, by Binary TV"
+        cells = (repr(t.text), str(t.position), f"{t.advantage:+.3g}", *numbers)
+        cells = (*cells, t.threshold, verdict_of(name, t).meaning)
+        if cells not in responses_of_cells and len(responses_of_cells) == count:
+            break
+        responses_of_cells.setdefault(cells, []).append(t.response)
+    rows: list[tuple[str, ...]] = []
+    for (text, *cells_after), responses in responses_of_cells.items():
+        others = "" if len(responses) == 1 else f" (+{len(responses) - 1})"
+        rows.append((text, f"{responses[0]}{others}", *cells_after))
+    shown = sum(map(len, responses_of_cells.values()))
+    title = f"{shown} of {len(tokens)} tokens: the blocked ones first, by Binary TV"
     note = (
-        "response: its number in the batch; at: the token's place in it; A: advantage; mu, pi: probability by engine "
+        "response: its number in the batch, (+n): n equal rows of other responses; "
+        "at: the token's place in it; A: advantage; mu, pi: probability by engine "
         "and trainer; r: pi / mu; TV, KL: divergence between mu and pi, Binary (the token against all other ids); "
         "Top-K: over the engine's likeliest ids; exact: over all ids; -: not known; blocked where: the rule's bound."
     )

@@ -101,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> None:
     """Apply the other algorithm to the saved batches, and print and write the result."""
-    trained_with = load_config(options.run / "config.yaml").algorithm
+    config = load_config(options.run / "config.yaml")
+    metric_names.add_metrics(config.tracking.metrics)
+    trained_with = config.algorithm
     # Check the steps before torch is imported: the import takes seconds.
     replayable_steps = trained_steps(options.run, saved_batch_steps(options.run / ROLLOUTS_FOLDER))
     if options.step is not None and options.step not in replayable_steps:

@@ -20,15 +20,15 @@ from torch import Tensor
 from megatron_dppo.algorithms import rules
 from megatron_dppo.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_dppo.algorithms.decisions import Decisions, decide
-from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.inputs import TokenInputs, rollout
 from megatron_dppo.algorithms.table import NEGATIVE_THRESHOLDS
-from megatron_dppo.algorithms.token_metrics import token_metrics
+from megatron_dppo.algorithms.token_metrics import PPO_CLIP, token_metrics
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.explain.explanation import (
-    TOKEN_METRICS,
     Response,
     TokenTexts,
+    compared_metrics,
     likeliest_of,
     require_independent_responses,
     response_of,
@@ -95,6 +95,24 @@ class SeenStep:
     def token_ids(self) -> Tensor:
         """Ids of the tokens, int64 [T]."""
         return _token_ids(self.responses)
+
+    def notable_first(self, positions: Sequence[int], decisions: Decisions) -> list[int]:
+        """Return ``positions`` with the responses first that have blocked tokens, then those with disputed tokens.
+
+        A token is disputed if ``decisions`` let it train and PPO's Clip-Higher would block it. Within each of the three
+        kinds, the order of ``positions`` stays.
+        """
+        clip_trains = rules.ratio_clip(self.inputs, rollout, **PPO_CLIP)
+        blocked_rows = (~decisions.trains).split(self.counts)
+        disputed_rows = (decisions.trains & ~clip_trains).split(self.counts)
+        # False comes before True.
+        kinds: dict[int, tuple[bool, bool]] = {}
+        for position, blocked, disputed in zip(
+            self.positions, blocked_rows, disputed_rows, strict=True
+        ):
+            has_blocked = bool(blocked.any())
+            kinds[position] = (not has_blocked, not (has_blocked or disputed.any()))
+        return sorted(positions, key=kinds.__getitem__)
 
     def was_trained_with(self, algorithm: Algorithm) -> bool:
         """Return whether the run trained with this algorithm and the same numbers."""
@@ -198,9 +216,7 @@ def explain_seen(
     # The saved divergence belongs to the run's own algorithm. For another algorithm, ``columns`` already has the
     # divergence.
     if step.divergence is not None and algorithm.reads_topk and step.was_trained_with(algorithm):
-        divergence_name = "kl"
-        if "tv_threshold" in algorithm.numbers:
-            divergence_name = "tv"
+        divergence_name = (algorithm.preset.divergence or "kl").rpartition("_")[2]
         columns[f"topk_{divergence_name}"] = step.divergence[rows]
         # If the algorithm reads all ids, its Top-K divergence is the exact divergence.
         if algorithm.needs_full_distribution or algorithm.needs_recomputed_distribution:
@@ -250,7 +266,7 @@ class DisagreementError(RunError, ValueError):
 def check_agreement(saved: SeenStep, run: Path, step: int) -> str:
     """Compare ``saved`` with the run's records of ``step``; returns a line about the comparison.
 
-    The records are the metrics of ``TOKEN_METRICS``, and the tokens that were masked most often.
+    The records are ``compared_metrics``, and the tokens that were masked most often.
 
     Raises DisagreementError that names the first figure that differs.
     """
@@ -261,7 +277,7 @@ def check_agreement(saved: SeenStep, run: Path, step: int) -> str:
     metrics_row = next((r for r in read_records(run) if step_of(r) == step), None)
     if metrics_row is None:
         raise DisagreementError(f"{run / RECORDS_FILE} has no record of step {step}")
-    for name in TOKEN_METRICS:
+    for name in compared_metrics():
         figure = figures.get(name, np.nan)
         recorded_figure = metrics_row.get(name)
         tolerance = 0.0

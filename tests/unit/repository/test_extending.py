@@ -125,11 +125,25 @@ def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return run_patiently(command, 240, cwd=folder, env={**os.environ, "PYTHONPATH": path})
 
 
-MOST_FILES = {"An algorithm": 2, "A reward": 1, "A model family": 1}
-"""First words of a walk's title -> number of files. An algorithm is a function and a row; the others need one file."""
+MOST_FILES = {"An algorithm": 1, "A metric": 2, "A reward": 1, "A model family": 1}
+"""First words of a walk's title -> number of files. A metric's second file is its check."""
+NEW_FILES_ALONE = (
+    "An algorithm",
+    "A metric",
+    "A reward",
+    "An environment",
+    "An experiment tracker",
+)
+"""First words of the titles of walks that change no file of the package."""
 
 
 @pytest.mark.parametrize("subject", MOST_FILES)
 def test_a_walk_names_few_files(subject):
     (walk,) = [walk for walk in walks() if walk.title.startswith(subject)]
     assert len(set(walk.files)) <= MOST_FILES[subject]
+
+
+@pytest.mark.parametrize("subject", NEW_FILES_ALONE)
+def test_a_part_of_ones_own_changes_no_file_of_the_package(subject):
+    (walk,) = [walk for walk in walks() if walk.title.startswith(subject)]
+    assert {step["what"] for step in INSTRUCTION.finditer(walk.text)} == {"New file"}
