@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, Tag
 
+from megatron_dppo.config.counterparts import key_of_last_part, key_of_name
 from megatron_dppo.system.errors import RunError
 
 MOST_SHOWN = 14
@@ -229,16 +230,21 @@ def closest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
 def suggestion(model: type[BaseModel], location: Sequence[Any]) -> str | None:
     """Return the key that an unknown key was probably meant to be; None if no key is similar.
 
-    The order of preference is: a very similar key of the unknown key's section, a key of another section, a less
-    similar key of the unknown key's section.
+    The order of preference is: the key of another package's whole name, a very similar key of the unknown key's
+    section, the key of the last part of another package's name, a key of another section, a less similar key of the
+    unknown key's section.
     """
     key = str(location[-1])
     prefix = field_at(model, location[:-1]).path
     if prefix:
         prefix += "."
+    if same_key := _existing(model, key_of_name(prefix + key)):
+        return same_key
     similar_keys = closest(key, section_at(model, location).model_fields)
     if similar_keys and difflib.SequenceMatcher(None, key, similar_keys[0]).ratio() >= 0.8:
         return prefix + similar_keys[0]
+    if same_key := _existing(model, key_of_last_part(key)):
+        return same_key
     path_of_key = {path.rsplit(".", 1)[-1]: path for path in dotted_paths(model)}
     keys_elsewhere = difflib.get_close_matches(key, list(path_of_key), n=1, cutoff=0.85)
     if keys_elsewhere:
@@ -246,3 +252,11 @@ def suggestion(model: type[BaseModel], location: Sequence[Any]) -> str | None:
     if similar_keys:
         return prefix + similar_keys[0]
     return None
+
+
+def _existing(model: type[BaseModel], key: str | None) -> str | None:
+    """Return ``key`` if ``model`` has it, or has the table of names that contains it; else None."""
+    if key is None:
+        return None
+    paths = set(dotted_paths(model))
+    return key if key in paths or key.rpartition(".")[0] in paths else None

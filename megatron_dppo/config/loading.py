@@ -26,7 +26,8 @@ from typing import Any, TypeVar, get_origin
 import yaml
 from pydantic import ValidationError
 
-from megatron_dppo.config.checks import unusable_values
+from megatron_dppo.config.checks import leaves, unusable_values
+from megatron_dppo.config.counterparts import key_of_last_part, key_of_name
 from megatron_dppo.config.data_schema import Section
 from megatron_dppo.config.errors import (
     MOST_SHOWN,
@@ -611,10 +612,28 @@ _REFUSAL_REASONS = {
 """Reason why a value that other packages offer is refused here, by key and value."""
 
 
+_MOST_COUNTERPARTS = 8
+"""Largest number of another package's keys that a message translates."""
+
+
+def _counterparts(path: str, value: Any) -> list[str]:
+    """Translate the keys of an unknown table, as in ``n is rollout.group_size``. Keys without a counterpart are left
+    out.
+    """
+    translations: list[str] = []
+    if isinstance(value, dict):
+        for other_key, _ in leaves(value, path):
+            if key := key_of_name(other_key) or key_of_last_part(other_key):
+                translations.append(f"{other_key.removeprefix(f'{path}.')} is {key}")
+    return translations
+
+
 def _unknown_key(schema: type[Section], location: tuple[int | str, ...], value: Any) -> str:
     path = field_at(schema, location).path
     hint = ""
     if meant_key := suggestion(schema, location):
         hint = f"did you mean {meant_key}? "
+    elif same_keys := _counterparts(path, value):
+        hint = f"in this package {', '.join(same_keys[:_MOST_COUNTERPARTS])}. "
     expected_keys = ", ".join(section_at(schema, location).model_fields)
     return f"{path}: unknown key (got {given(value)}); {hint}Expected one of: {expected_keys}"

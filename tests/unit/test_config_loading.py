@@ -168,12 +168,31 @@ def test_every_problem_is_told_at_once(tmp_path, tree):
         ("data.tensor=1", "parallel.tensor"),
         ("data.train=[{path: a, wieght: 2}]", "data.train[0].weight"),
         ("data.evaluation.x={path: a, promptkey: b}", "data.evaluation.x.prompt_key"),
+        ("rollout.n=8", "rollout.group_size"),
+        ("rollout.num_generations=8", "rollout.group_size"),
+        ("training.ppo_mini_batch_size=8", "training.prompts_per_mini_batch"),
+        ("algorithm.adv_estimator=grpo", "algorithm.advantage"),
+        ("algorithm.kl_loss_type=low_var_kl", "algorithm.reference_estimator"),
+        ("training.ppo_max_token_len_per_gpu=8", "training.micro_batch_tokens"),
+        ("rollout.gpu_memory_utilization=0.5", "sglang.mem_fraction_static"),
+        ("training.epsilon-high=0.28", "algorithm.options.clip_high"),
     ],
 )
 def test_an_unknown_key_comes_with_a_suggestion(load, override, meant):
     (problem,) = problems_of(load, override)
     assert problem.startswith(override.split("=")[0])
     assert mentions(problem, "unknown", meant)
+
+
+def test_a_table_of_another_package_is_translated(load):
+    words = (
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.hybrid_engine=true",
+        "actor_rollout_ref.actor.no_such=1",
+    )
+    (problem,) = problems_of(load, *words)
+    assert "rollout.n is rollout.group_size, hybrid_engine is engine.placement. " in problem
+    assert "no_such is" not in problem
 
 
 def test_an_unknown_key_that_resembles_nothing(load):
