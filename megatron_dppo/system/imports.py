@@ -1,4 +1,4 @@
-"""Import of objects that a user names as ``package.module:name``: a reward, an environment, an agent, a tracker."""
+"""Import of objects that a user names as ``package.module:name``: a reward, an algorithm, a metric, a tracker, ..."""
 
 from __future__ import annotations
 

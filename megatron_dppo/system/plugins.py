@@ -22,7 +22,12 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.system.imports import ImportTargetError, import_module, import_object
+from megatron_dppo.system.imports import (
+    ImportTargetError,
+    import_module,
+    import_object,
+    import_target,
+)
 
 COMMANDS = "megatron_dppo.commands"
 """Modules with ``main(arguments) -> int | None``; the first line of the module's docstring is the help text."""
