@@ -19,6 +19,7 @@ from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import parameter_count
 from megatron_dppo.model.shape import ITEM_BYTES
+from megatron_dppo.system.arguments import positive_count, positive_number
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import hash_fault
 
@@ -71,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     config = "folder of config and tokenizer; default: --megatron's own, or the start model of the run that saved it"
     to_hf.add_argument("--hf-config", type=Path, help=config)
     largest_shard_help = "largest shard, in 10^9 bytes (5)"
-    to_hf.add_argument("--max-shard-gb", type=float, default=5.0, help=largest_shard_help)
+    to_hf.add_argument("--max-shard-gb", type=positive_number, default=5.0, help=largest_shard_help)
     for conversion in (to_megatron, to_hf):
         dtypes = sorted(ITEM_BYTES)
         conversion.add_argument(
@@ -134,7 +135,7 @@ def _plan_arguments(command: argparse.ArgumentParser) -> None:
         "engine-attn-dp": (1, "SGLang's --attn-dp-size (1)"),
     }
     for option, (default, help_text) in sizes.items():
-        command.add_argument(f"--{option}", type=int, default=default, help=help_text)
+        command.add_argument(f"--{option}", type=positive_count, default=default, help=help_text)
     help_text = "type of the weights; default: that of config.json"
     command.add_argument("--dtype", choices=sorted(ITEM_BYTES), help=help_text)
 

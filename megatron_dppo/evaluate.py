@@ -27,6 +27,7 @@ from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import INTERRUPTED, aligned, configure_logging, fatal
 from megatron_dppo.metrics.records import SAMPLES_FILE
 from megatron_dppo.own_fleet import OwnFleet, own_fleet
+from megatron_dppo.system.arguments import finite_number
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.secret_variables import hide_secrets
 
@@ -312,7 +313,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--pass-reward",
-        type=float,
+        type=finite_number(),
         default=PASS_REWARD,
         metavar="REWARD",
         help=f"smallest reward of a response that counts as passed in pass@k (default: {PASS_REWARD})",

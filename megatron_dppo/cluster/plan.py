@@ -50,6 +50,12 @@ from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import fatal
 from megatron_dppo.model.mapping import parameter_count
 from megatron_dppo.model.resharding import figures_table
+from megatron_dppo.system.arguments import (
+    file_to_write,
+    finite_number,
+    positive_number,
+    whole_number,
+)
 from megatron_dppo.system.errors import RunError
 
 
@@ -358,7 +364,7 @@ def draw(plan: RunPlan, path: str | Path) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.42 / figure.get_figheight()))
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
 
 
 def _seconds_json(seconds: StepSeconds) -> dict[str, float]:
@@ -393,6 +399,8 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
     }
 
 
+MOST_CLUSTER_NODES = 2**14
+MOST_GPUS_PER_NODE = 2**10
 SHOWN = 4
 """The number of printed layouts of each schedule after ``--search``."""
 NEAREST = 3
@@ -418,7 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.weights:
             return _weights(question, options)
         return _plan(question, options)
-    except RunError as error:
+    except (RunError, OSError) as error:
         fatal(str(error))
 
 
@@ -456,30 +464,51 @@ def _plan(question: Question, options: argparse.Namespace) -> int:
     plan = None if faults else question.plan()
     if plan is not None:
         faults = list(plan.faults)
+    if options.png and plan is not None:
+        draw(plan, options.png)
+    steps = question.config.run.steps
+    if not options.json:
+        # The search may take minutes, so print the verdict before it.
+        _print(steps, plan, faults, options.recipe)
     proposals: list[Proposal] = []
-    if options.search:
-        proposals = best_of_each(search_schedules(question), SHOWN)
+    larger_cluster = None
+    search_text = ""
+    if options.search or (faults and plan is not None):
+        proposals, larger_cluster, search_text = _search(question, options)
     elif faults:
-        proposals = nearest(search(question), NEAREST)
-    no_layout_fits = bool(options.search or faults) and not proposals
-    larger_cluster = least_nodes(question) if no_layout_fits else None
+        search_text = _searchable(question.cluster, options.gpu)
     if options.meta:
         questions = [proposal.question for proposal in proposals]
         if plan is not None:
             questions.insert(0, question)
         faults += _meta_faults(questions)
-    if options.png and plan is not None:
-        draw(plan, options.png)
-    steps = question.config.run.steps
     if options.json:
         print(json.dumps(_as_json(steps, plan, faults, proposals, larger_cluster), indent=1))
     else:
-        _print(steps, plan, faults, proposals, options)
-        if no_layout_fits:
-            print(_none_fits(question.cluster, options.gpu, larger_cluster))
+        _print_search(proposals, search_text, is_ranked=options.search)
     if faults or (options.search and not proposals):
         return 2
     return 0
+
+
+def _search(
+    question: Question, options: argparse.Namespace
+) -> tuple[list[Proposal], Cluster | None, str]:
+    """Return the proposals; if there are none, the least cluster with a layout that fits, and a text about it."""
+    if options.search:
+        proposals = best_of_each(search_schedules(question), SHOWN)
+    else:
+        proposals = nearest(search(question), NEAREST)
+    if proposals:
+        return proposals, None, ""
+    larger_cluster = least_nodes(question)
+    return proposals, larger_cluster, _none_fits(question.cluster, options.gpu, larger_cluster)
+
+
+def _searchable(cluster: Cluster, gpu: str) -> str:
+    return (
+        f"--search lists the layouts of {cluster.nodes} x {cluster.gpus_per_node} {gpu} that fit."
+    )
 
 
 def _none_fits(cluster: Cluster, gpu: str, larger: Cluster | None) -> str:
@@ -490,32 +519,39 @@ def _none_fits(cluster: Cluster, gpu: str, larger: Cluster | None) -> str:
     return f"{text}; the least that does: {larger.nodes} x {size} (--nodes {larger.nodes})."
 
 
-def _print(
-    steps: int,
-    plan: RunPlan | None,
-    faults: list[str],
-    proposals: list[Proposal],
-    options: argparse.Namespace,
-) -> None:
+def _console() -> Console:
     console = Console()
     console.width = max(console.width, WIDTH)
+    return console
+
+
+def _print(steps: int, plan: RunPlan | None, faults: list[str], recipe: str) -> None:
+    """Print the plan and its verdict, or the faults of a layout that has no plan."""
+    console = _console()
     if plan is None:
-        console.print(str(ConfigError(faults, options.recipe)), highlight=False, soft_wrap=True)
-    else:
-        print_plan(console, plan)
-        if plan.fits and plan.seconds is not None:
-            idle_text = ""
-            if plan.facts.engine.servers:
-                for role, share in plan.seconds.idle.items():
-                    idle_text += f"{role} idle {share:.0%} of a step; "
-            text = (
-                f"{idle_text}{plan.gpu_hours:,.1f} GPU-hours a step. The run's {steps:,} steps: "
-                f"{plan.gpu_hours * steps:,.0f} GPU-hours, idle GPUs and evaluation included."
-            )
-            console.print(text, highlight=False, soft_wrap=True)
+        console.print(str(ConfigError(faults, recipe)), highlight=False, soft_wrap=True)
+        return
+    print_plan(console, plan)
+    if plan.fits and plan.seconds is not None:
+        idle_text = ""
+        if plan.facts.engine.servers:
+            for role, share in plan.seconds.idle.items():
+                idle_text += f"{role} idle {share:.0%} of a step; "
+        text = (
+            f"{idle_text}{plan.gpu_hours:,.1f} GPU-hours a step. The run's {steps:,} steps: "
+            f"{plan.gpu_hours * steps:,.0f} GPU-hours, idle GPUs and evaluation included."
+        )
+        console.print(text, highlight=False, soft_wrap=True)
+
+
+def _print_search(proposals: Sequence[Proposal], text: str, *, is_ranked: bool) -> None:
+    """Print the layouts of a search, and ``text`` about it."""
     if proposals:
-        console.print("" if options.search else "What would fit, with the fewest changes:")
+        console = _console()
+        console.print("" if is_ranked else "What would fit, with the fewest changes:")
         print_proposals(console, proposals)
+    if text:
+        print(text)
 
 
 def _meta_faults(questions: Sequence[Question]) -> list[str]:
@@ -569,12 +605,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_cluster_arguments(parser)
     parser.add_argument(
         "--mean-response",
-        type=float,
+        type=positive_number,
         help="tokens; default: half of rollout.max_response_tokens",
     )
     parser.add_argument(
         "--mean-prompt",
-        type=float,
+        type=positive_number,
         help="tokens; default: a quarter of data.max_prompt_tokens",
     )
     parser.add_argument(
@@ -595,7 +631,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="only a weight update's plan of buckets, for every rank",
     )
-    parser.add_argument("--png", metavar="FILE", help="draw every GPU's memory by part")
+    parser.add_argument(
+        "--png", type=file_to_write, metavar="FILE", help="draw every GPU's memory by part"
+    )
     parser.add_argument("--json", action="store_true", help="every number, as JSON")
     parser.add_argument(
         "--meta",
@@ -607,38 +645,43 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=sorted(DEVICES), required=True, help="kind of GPU")
-    parser.add_argument("--nodes", type=_positive, required=True, metavar="N", help="nodes")
-    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="default 8")
+    parser.add_argument(
+        "--nodes",
+        type=whole_number(1, MOST_CLUSTER_NODES),
+        required=True,
+        metavar="N",
+        help="nodes",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=whole_number(1, MOST_GPUS_PER_NODE),
+        default=8,
+        metavar="N",
+        help="default 8",
+    )
     parser.add_argument(
         "--host-memory-gib",
-        type=float,
+        type=positive_number,
         default=0,
         help="host memory of a node; default: that of the vendor's nodes",
     )
     parser.add_argument(
         "--storage-gbps",
-        type=float,
+        type=positive_number,
         default=5.0,
         help="GB/s that checkpoints reach; default 5",
     )
     parser.add_argument(
         "--network-gbps",
-        type=float,
+        type=positive_number,
         help="GB/s of each GPU's port to other nodes; default: that of the vendor's nodes",
     )
     parser.add_argument(
         "--network-latency-us",
-        type=float,
+        type=finite_number(0),
         default=NETWORK_LATENCY * 1e6,
         help="microseconds from one node to the next; default %(default)g",
     )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import socket
@@ -13,6 +14,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.config.errors import given
 from megatron_dppo.config.forwarded import is_blockwise
 from megatron_dppo.config.schema import EngineConfig, TrainConfig
 from megatron_dppo.system.files import folder_fault
@@ -113,8 +115,18 @@ def this_machine() -> Machine:
 
 def has_server_sizes(sglang: Mapping[str, Any]) -> bool:
     """Whether every size of a server in the ``sglang:`` table is a number, or left to SGLang."""
-    sizes = [sglang.get(key) for key in _SERVER_SIZES]
-    return all(size is None or isinstance(size, int | float) for size in sizes)
+    return not any(server_size_faults(sglang))
+
+
+def server_size_faults(sglang: Mapping[str, Any]) -> Iterator[str]:
+    """Report sizes of a server in the ``sglang:`` table that are no numbers. A missing size is left to SGLang."""
+    for key in _SERVER_SIZES:
+        size = sglang.get(key)
+        is_share = key == "mem_fraction_static"
+        is_number = isinstance(size, int | float if is_share else int) and math.isfinite(size)
+        if size is not None and (isinstance(size, bool) or not is_number):
+            kind = "a number" if is_share else "a whole number"
+            yield f"sglang.{key}: got {given(size)}, expected {kind}"
 
 
 def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:

@@ -40,6 +40,7 @@ from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.samples import TRAINING, console_lines, read_samples
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.metrics.verdict import VerdictRow, verdict_table
+from megatron_dppo.system.arguments import count_or_zero
 from megatron_dppo.system.files import unused_path
 from megatron_dppo.system.secret_variables import hide_secrets
 
@@ -296,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
         "--task", choices=TASKS, default="sums", help="what the model learns (sums)"
     )
     parser.add_argument(
-        "--seed", type=int, default=1, help="seed of model, data order and sampling (1)"
+        "--seed", type=count_or_zero, default=1, help="seed of model, data order and sampling (1)"
     )
     parser.add_argument("--directory", default="runs/demo", help="folder of the run (runs/demo)")
     add_overrides(parser)

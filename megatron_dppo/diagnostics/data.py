@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.data.published import SETS, prepare
 from megatron_dppo.logging import fatal
 from megatron_dppo.rewards import find_reward
+from megatron_dppo.system.arguments import count_or_zero, finite_number, positive_count
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import folder_fault, write_atomically
 
@@ -120,18 +121,6 @@ def _require_reward(name: str) -> None:
         fatal(f"--reward: {error}")
 
 
-def _at_least(minimum: float, kind: type) -> Callable[[str], float]:
-    """Return a parser of an option's value: a number of the type ``kind`` that is at least ``minimum``."""
-
-    def parse(text: str) -> float:
-        value: float = kind(text)
-        if not value >= minimum:
-            raise argparse.ArgumentTypeError(f"got {text}, expected at least {minimum:g}")
-        return value
-
-    return parse
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-dppo data", description=__doc__)
     commands = parser.add_subparsers(
@@ -161,11 +150,11 @@ def _parser() -> argparse.ArgumentParser:
     generating.add_argument("tasks", nargs="+", metavar="TASK", help="such as arc_1d; or all")
     generating.add_argument(
         "--count",
-        type=_at_least(1, int),
+        type=positive_count,
         default=1000,
         help="problems of each task; default %(default)s",
     )
-    generating.add_argument("--seed", type=int, default=1, help="default %(default)s")
+    generating.add_argument("--seed", type=count_or_zero, default=1, help="default %(default)s")
     generating.add_argument(
         "--config",
         nargs="+",
@@ -188,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspecting.add_argument(
         "--similarity",
-        type=float,
+        type=finite_number(0, 1),
         default=0.6,
         help="least similarity of near-duplicates, 0 to 1",
     )
@@ -221,13 +210,13 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument("--reward", default="math_verify", help="default %(default)s")
     checking.add_argument(
         "--timeout",
-        type=_at_least(0.1, float),
+        type=finite_number(0.1),
         default=10.0,
         help="seconds for one check",
     )
     checking.add_argument(
         "--workers",
-        type=_at_least(1, int),
+        type=positive_count,
         default=2,
         help="processes; default %(default)s",
     )

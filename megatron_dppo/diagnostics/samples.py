@@ -19,6 +19,7 @@ from megatron_dppo.diagnostics.pages import render_page
 from megatron_dppo.logging import fatal
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.samples import Sample, about, printable, read_samples
+from megatron_dppo.system.arguments import count_or_zero
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
@@ -112,13 +113,15 @@ def html(title: str, samples: Sequence[Sample]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-dppo samples", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory (run.directory)")
-    parser.add_argument("--step", type=int, help="only this step; 0: before training")
+    parser.add_argument("--step", type=count_or_zero, help="only this step; 0: before training")
     parser.add_argument("--set", help="only 'training', or this held-out set")
     exclusive_options = parser.add_mutually_exclusive_group()
     for option, kind in KINDS.items():
         group = exclusive_options if option in ("right", "wrong") else parser
         group.add_argument(f"--{option}", action="store_true", help=f"only samples {kind.clause}")
-    parser.add_argument("--limit", type=int, default=10, help="samples at most (10); 0: all")
+    parser.add_argument(
+        "--limit", type=count_or_zero, default=10, help="samples at most (10); 0: all"
+    )
     parser.add_argument(
         "--html",
         nargs="?",

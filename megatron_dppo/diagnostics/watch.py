@@ -43,6 +43,7 @@ from megatron_dppo.metrics.samples import about, printable, read_samples
 from megatron_dppo.metrics.step_table import NormalityCheck
 from megatron_dppo.metrics.summary import RunInfo, add_metrics_of, environment_faults
 from megatron_dppo.metrics.table import METRICS, accuracy_set
+from megatron_dppo.system.arguments import port_or_zero
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.http_server import HttpServer
 from megatron_dppo.system.lease import LEASE_FILE
@@ -401,7 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a run's directory; may not exist yet",
     )
     parser.add_argument(
-        "--port", type=int, default=PORT, help=f"port on {HOST} ({PORT}); 0: a free one"
+        "--port", type=port_or_zero, default=PORT, help=f"port on {HOST} ({PORT}); 0: a free one"
     )
     options = parser.parse_args(arguments)
     try:

@@ -19,6 +19,7 @@ from pathlib import Path
 from megatron_dppo.fleet.endpoint import RecordClient, record_of_command
 from megatron_dppo.fleet.record import NOT_EXAMINED, FleetRecord, attachment_seal
 from megatron_dppo.logging import aligned, fatal
+from megatron_dppo.system.arguments import finite_number
 from megatron_dppo.system.errors import RunError
 
 _EXAMINATION_S = 60.0
@@ -107,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("url", metavar="URL")
     add.add_argument(
         "--wait",
-        type=float,
+        type=finite_number(0),
         default=_EXAMINATION_S,
         metavar="SECONDS",
         help="seconds to wait for the result; default 60",

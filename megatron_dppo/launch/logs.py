@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.launch.run_state import require_run
 from megatron_dppo.logging import fatal
+from megatron_dppo.system.arguments import positive_count
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import tail
 
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="?",
         help="such as rank3, engine0, router, slurm; by default supervisor and rank 0",
     )
-    parser.add_argument("--lines", type=int, default=40, help="how many (default: 40)")
+    parser.add_argument("--lines", type=positive_count, default=40, help="how many (default: 40)")
     options = parser.parse_args(arguments)
     try:
         print("\n".join(log_lines(require_run(options.run), options.name, options.lines)))

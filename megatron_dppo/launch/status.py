@@ -24,6 +24,7 @@ from megatron_dppo.metrics.records import (
     read_records,
     step_of,
 )
+from megatron_dppo.system.arguments import finite_number
 from megatron_dppo.system.errors import RunError
 
 _LOG_LINES = 8
@@ -35,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megatron-dppo status", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the run's folder (run.directory)")
     parser.add_argument("--follow", action="store_true", help="print it until the run has ended")
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between two looks")
+    parser.add_argument(
+        "--every", type=finite_number(0.1), default=10.0, help="seconds between two looks"
+    )
     options = parser.parse_args(arguments)
     try:
         directory = require_run(options.run)

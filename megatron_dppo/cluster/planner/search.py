@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -20,15 +21,20 @@ from megatron_dppo.cluster.planner.facts import (
 )
 from megatron_dppo.cluster.planner.run_plan import RunPlan, plan_run
 from megatron_dppo.cluster.planner.traffic import STORAGE
+from megatron_dppo.config import forwarded
 from megatron_dppo.config.checks import batch_faults
 from megatron_dppo.config.layout import layout_faults, world_faults
+from megatron_dppo.config.machine import has_server_sizes, server_size_faults
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.engine_layout import EngineLayout, engine_size_faults
 from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
 
+_ENGINE_STAGES = "pp_size"
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 _RECOMPUTE = ("none", "selective", "full")
+MOST_SHARES = 64
+"""The largest number of divisions of a cluster between trainer and servers that the search tries."""
 MOST_TENSOR = 8
 """The largest tensor-parallel size that the search tries, for trainer and servers."""
 LEAST_CONTEXT = 8192
@@ -79,6 +85,8 @@ class Question:
             per_step = config.training.prompts_per_mini_batch
             faults += batch_faults(config.rollout, per_step, config.parallel.data)
         faults += layout_faults(sizes, config.megatron, self.shape)
+        faults += forwarded.SGLANG.faults(config.sglang)
+        faults += server_size_faults(config.sglang)
         if config.lora.rank and sizes.tensor > self.shape.num_query_groups:
             groups = self.shape.num_query_groups
             faults.append(
@@ -229,7 +237,8 @@ def _tensor_sizes() -> tuple[int, ...]:
 def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
     """Yield (trainer ranks, servers, GPUs of a server) for the whole cluster.
 
-    Trainer and servers divide the GPUs in steps of half a node. If they are colocated, both use all GPUs. The GPUs of a
+    Trainer and servers divide the GPUs in steps of half a node, or of more on a cluster with more than ``MOST_SHARES``
+    halves. If they are colocated, both use all GPUs. The GPUs of a
     server are its tensor-parallel ranks: a run accepts no pipeline stages of servers.
     """
     config = question.config
@@ -237,10 +246,13 @@ def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
     if not config.engine.servers_to_start or config.rollout.replay_from is not None:
         yield cluster.gpus, 0, 1
         return
-    step = max(1, cluster.gpus_per_node // 2)
+    half_node = max(1, cluster.gpus_per_node // 2)
+    step = half_node * math.ceil(cluster.gpus / half_node / MOST_SHARES)
     gpu_shares = [(ranks, cluster.gpus - ranks) for ranks in range(step, cluster.gpus, step)]
     if question.schedule.is_colocated:
         gpu_shares = [(cluster.gpus, cluster.gpus)]
+    if not has_server_sizes(config.sglang):
+        return
     layout = EngineLayout.of_options(config.sglang)
     for (ranks, serving_gpus), tensor in product(gpu_shares, _tensor_sizes()):
         has_faults = any(engine_size_faults(tensor, layout.expert, layout.attention_replicas))
@@ -266,8 +278,13 @@ def _with_layout(
     new_sections: dict[str, Any] = {}
     for name, values in new_values.items():
         new_sections[name] = getattr(config, name).model_copy(update=values)
+    # A run accepts no pipeline stages of servers, so a candidate has none.
+    server_options = {
+        name: value for name, value in config.sglang.items() if name != _ENGINE_STAGES
+    }
     if engine_tensor != _engine_tensor(question):
-        new_sections["sglang"] = {**config.sglang, "tp_size": engine_tensor}
+        server_options["tp_size"] = engine_tensor
+    new_sections["sglang"] = server_options
     return replace(question, config=config.model_copy(update=new_sections))
 
 
@@ -285,6 +302,8 @@ def _changes(question_before: Question, question_after: Question) -> Iterator[st
                 value = getattr(new_section, key)
                 text = "" if value is None else str(value).lower()
                 yield f"{section}.{key}={text}"
+    if _ENGINE_STAGES in question_before.config.sglang:
+        yield f"sglang.{_ENGINE_STAGES}="
     if _engine_tensor(question_before) != _engine_tensor(question_after):
         yield f"sglang.tp_size={_engine_tensor(question_after)}"
     yield from _schedule_changes(question_before.schedule, question_after.schedule)

@@ -29,6 +29,12 @@ from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import fatal
+from megatron_dppo.system.arguments import (
+    count_or_zero,
+    positive_count,
+    positive_number,
+    whole_number,
+)
 from megatron_dppo.system.errors import RunError
 
 BAD_NODE = 3
@@ -110,14 +116,18 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 all is well, 2 refused, 3 a node is not fit. docs/preflight.md",
     )
     add_config_arguments(parser)
-    parser.add_argument("--gpus", type=int, help="GPUs that the run uses on each node")
+    parser.add_argument("--gpus", type=count_or_zero, help="GPUs that the run uses on each node")
     parser.add_argument(
         "--nodes",
-        type=int,
+        type=positive_count,
         help="nodes that take part (default: tasks of the step)",
     )
     parser.add_argument(
-        "--port", type=int, action="append", default=[], help="port that must be free"
+        "--port",
+        type=whole_number(1, 65535),
+        action="append",
+        default=[],
+        help="port that must be free",
     )
     parser.add_argument(
         "--skip",
@@ -127,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         help="leave a check out",
     )
     parser.add_argument(
-        "--timeout", type=float, default=60.0, help="seconds to wait for other nodes"
+        "--timeout", type=positive_number, default=60.0, help="seconds to wait for other nodes"
     )
     parser.add_argument("--evidence", type=Path, help="folder for the evidence")
     return parser

@@ -50,6 +50,7 @@ from megatron_dppo.metrics.records import last_step, read_records
 from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.layout import Layout
+from megatron_dppo.system.arguments import positive_count, whole_number
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import folder_fault, unused_path
 from megatron_dppo.system.secret_variables import hide_secrets
@@ -649,21 +650,23 @@ def _parser() -> argparse.ArgumentParser:
     add_config_arguments(parser, "recipe")
     parser.add_argument(
         "--nodes",
-        type=int,
+        type=whole_number(1, 2**14),
         help="number of nodes on which the recipe's ranks and servers are placed",
     )
     parser.add_argument(
         "--gpus-per-node",
-        type=int,
+        type=whole_number(1, 2**10),
         default=_GPUS_OF_A_NODE,
         help="GPUs of each node (8)",
     )
     parser.add_argument(
         "--ranks",
-        type=int,
+        type=positive_count,
         help="largest number of ranks: rehearse a smaller layout of the same kind",
     )
-    parser.add_argument("--servers", type=int, default=1, help="SGLang servers to start (1)")
+    parser.add_argument(
+        "--servers", type=whole_number(1, 64), default=1, help="SGLang servers to start (1)"
+    )
     parser.add_argument("--directory", help="folder of the rehearsal (runs/rehearsal-RECIPE)")
     parser.add_argument(
         "--dry-run",

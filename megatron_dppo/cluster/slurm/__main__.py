@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import INTERRUPTED, fatal
+from megatron_dppo.system.arguments import positive_count
 from megatron_dppo.system.errors import RunError
 
 _PROGRAM = "megatron-dppo slurm"
@@ -66,7 +67,7 @@ def _add_submission_arguments(parser: argparse.ArgumentParser) -> None:
         help="run a tiny model of the recipe on the job's nodes, and wait for the verdict; docs/rehearsal.md",
     )
     parser.add_argument("--detach", action="store_true", help="with --rehearse: do not wait")
-    parser.add_argument("--nodes", type=int, help="by default as many as the roles fill")
+    parser.add_argument("--nodes", type=positive_count, help="by default as many as the roles fill")
     parser.add_argument(
         "--set",
         metavar="key=value",

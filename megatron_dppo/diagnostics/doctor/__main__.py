@@ -61,6 +61,7 @@ from megatron_dppo.metrics.records import (
     saved_batch_steps,
     step_of,
 )
+from megatron_dppo.system.arguments import file_to_write
 
 if TYPE_CHECKING:
     from megatron_dppo.config.schema import TrainConfig
@@ -85,9 +86,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_false",
         help="no pass in float32 (Transformer Engine has no float32 attention for packed sequences)",
     )
-    parser.add_argument("--json", type=Path, help="write every figure here")
-    parser.add_argument("--html", type=Path, help="write the page here, not with --parts")
-    parser.add_argument("--png", type=Path, help="draw parts, ratio and TV against mu here")
+    parser.add_argument("--json", type=file_to_write, help="write every figure here")
+    parser.add_argument("--html", type=file_to_write, help="write the page here, not with --parts")
+    parser.add_argument(
+        "--png", type=file_to_write, help="draw parts, ratio and TV against mu here"
+    )
     return parser.parse_args(arguments)
 
 

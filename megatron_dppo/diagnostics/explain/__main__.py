@@ -41,6 +41,7 @@ from megatron_dppo.metrics.records import (
     saved_batch_steps,
     step_of,
 )
+from megatron_dppo.system.arguments import count_or_zero, file_to_write
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
@@ -58,9 +59,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rollout-policy", type=Path, help="Hugging Face folder of mu's weights")
     algorithm_arguments(parser)
-    parser.add_argument("--rows", type=int, default=30, help="token rows on the console (30)")
-    parser.add_argument("--csv", type=Path, help="write every token here")
-    parser.add_argument("--html", type=Path, help="write a page with coloured tokens here")
+    parser.add_argument(
+        "--rows", type=count_or_zero, default=30, help="token rows on the console (30)"
+    )
+    parser.add_argument("--csv", type=file_to_write, help="write every token here")
+    parser.add_argument("--html", type=file_to_write, help="write a page with coloured tokens here")
     return parser.parse_args(arguments)
 
 
@@ -316,8 +319,12 @@ def batch_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
-    parser.add_argument("--step", type=int, help=f"step of the batch; default: {default_step}")
-    parser.add_argument("--limit", type=int, default=64, help="responses at most (64); 0: all")
+    parser.add_argument(
+        "--step", type=count_or_zero, help=f"step of the batch; default: {default_step}"
+    )
+    parser.add_argument(
+        "--limit", type=count_or_zero, default=64, help="responses at most (64); 0: all"
+    )
     return parser
 
 

@@ -35,6 +35,7 @@ from megatron_dppo.diagnostics.explain.__main__ import (
 from megatron_dppo.diagnostics.pages import SummaryTable
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_batch_steps, step_of
+from megatron_dppo.system.arguments import count_or_zero, file_to_write
 
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.algorithm import Algorithm
@@ -84,10 +85,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
-    parser.add_argument("--step", type=int, help="only this step; with --derive: the last step")
+    parser.add_argument(
+        "--step", type=count_or_zero, help="only this step; with --derive: the last step"
+    )
     algorithm_arguments(parser)
-    parser.add_argument("--json", type=Path, help="write every blocked token here")
-    parser.add_argument("--html", type=Path, help="write a page here")
+    parser.add_argument("--json", type=file_to_write, help="write every blocked token here")
+    parser.add_argument("--html", type=file_to_write, help="write a page here")
     parser.add_argument("--derive", action="store_true", help="train on the saved batches again")
     parser.set_defaults(limit=0)
     return parser.parse_args(arguments)

@@ -19,6 +19,7 @@ from megatron_dppo.config.machine import this_machine
 from megatron_dppo.diagnostics.gpu_check import PARTS, CheckPart, CheckRow, discover
 from megatron_dppo.diagnostics.gpu_check.runner import PartResult, run_part
 from megatron_dppo.logging import fatal
+from megatron_dppo.system.arguments import positive_number
 from megatron_dppo.system.files import unused_path, write_atomically
 
 DIRECTORY = Path("runs/gpu_check")
@@ -175,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="default %(default)s")
     parser.add_argument(
         "--time-limit",
-        type=float,
+        type=positive_number,
         help="seconds for each part, instead of the part's own limit",
     )
     parser.add_argument("--parts", default=PARTS, help=argparse.SUPPRESS)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megatron_dppo.diagnostics.mask_benchmark import run_rank
 from megatron_dppo.diagnostics.mask_benchmark.output import draw, markdown, show
+from megatron_dppo.system.arguments import file_to_write, finite_number, positive_count
 from megatron_dppo.system.network import free_port
 
 
@@ -32,20 +33,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel processes")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of the micro-batch")
-    parser.add_argument("--vocab", type=int, default=151936, help="true vocabulary")
-    parser.add_argument("--topk", type=int, default=20, help="K of the Top-K masks")
+    parser.add_argument("--tp", type=positive_count, default=1, help="tensor-parallel processes")
+    parser.add_argument(
+        "--tokens", type=positive_count, default=256, help="tokens of the micro-batch"
+    )
+    parser.add_argument("--vocab", type=positive_count, default=151936, help="true vocabulary")
+    parser.add_argument("--topk", type=positive_count, default=20, help="K of the Top-K masks")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each process")
-    parser.add_argument("--masked-share", type=float, default=0.1, help="share of rows to skip")
+    parser.add_argument("--repetitions", type=positive_count, default=30)
+    parser.add_argument(
+        "--threads", type=positive_count, default=1, help="CPU threads of each process"
+    )
+    parser.add_argument(
+        "--masked-share", type=finite_number(0, 1), default=0.1, help="share of rows to skip"
+    )
     parser.add_argument(
         "--compile", action="store_true", help="let other implementations use torch.compile"
     )
-    parser.add_argument("--json", type=Path, help="write all measurements here")
-    parser.add_argument("--png", type=Path, help="write a chart here")
-    parser.add_argument("--markdown", type=Path, help="write the tables here as Markdown")
+    parser.add_argument("--json", type=file_to_write, help="write all measurements here")
+    parser.add_argument("--png", type=file_to_write, help="write a chart here")
+    parser.add_argument("--markdown", type=file_to_write, help="write the tables here as Markdown")
     return parser.parse_args(arguments)
 
 
