@@ -165,7 +165,7 @@ def _evaluate(
     samples = SampleMaker.of(config, data)
     results: dict[str, dict[str, SetResult]] = {}
     with (
-        Scorer(config.reward, data.place_of) as scorer,
+        Scorer(config.reward, data.place_of, data.reader) as scorer,
         open(out / SAMPLES_FILE, "w", encoding="utf-8") as file,
     ):
         outputs: dict[str, list[dict[str, str]]] = {checkpoint: [] for checkpoint in checkpoints}

@@ -11,6 +11,8 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_dppo.data.thoughts import DEFAULT_MARKS
+from megatron_dppo.engine.turn_text import ResponseReader
 from tests.tiny_models import CHAT_TEMPLATE
 
 _QWEN_TOOLS = """\
@@ -361,3 +363,13 @@ def published_tokenizer(published: PublishedTemplate) -> Any:
     )
     tokenizer.chat_template = published.template
     return tokenizer
+
+
+def reader_of(tokenizer: Any, **options: Any) -> ResponseReader:
+    """Return the reader of a tokenizer's responses; ``options`` are arguments of ``ResponseReader.of``."""
+
+    def decode(ids: Any, *, special: bool = True) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+    options = {"is_chat": True, "arguments": {}, "marks": DEFAULT_MARKS, **options}
+    return ResponseReader.of(tokenizer, decode, **options)

@@ -69,6 +69,9 @@ EvaluationFile = Annotated[
 ]
 
 
+MarkPair = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=2, max_length=2)]
+
+
 class DataConfig(Section):
     """Problems to train on and to evaluate with, and how they become prompts; docs/data.md."""
 
@@ -91,6 +94,10 @@ class DataConfig(Section):
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as ``{enable_thinking: false}``, for every prompt in training and
     evaluation, and for the turns of environments and agents.
+    """
+    thought_marks: list[MarkPair] | None = None
+    """Pairs of texts that begin and end the policy's thoughts, such as ``[["[THINK]", "[/THINK]"]]``. Text in a thought
+    is no answer. Empty: the pairs in docs/rewards.md#thoughts.
     """
     shuffle: bool = True
     """Use a new seeded order in every epoch."""
@@ -118,6 +125,7 @@ class DataConfig(Section):
 OnTimeout = Literal["zero", "unavailable"]
 REWARD_OF_ENVIRONMENT = "environment"
 """``reward.name`` of a run whose environment gives every reward. Its problems need no answers."""
+TextForm = Literal["answer", "text", "special-text"]
 
 
 class RewardTerm(Section):
@@ -129,6 +137,11 @@ class RewardTerm(Section):
     """Factor of this reward's value in the sum over all rewards of a response."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The reward's own settings, by name; docs/rewards.md lists the settings of this package's rewards."""
+    reads: TextForm | None = None
+    """The form of a response that the reward gets. ``answer``: the text after the policy's thoughts. ``text``: the
+    whole text. ``special-text``: the whole text with its special tokens. Empty: ``answer`` for the rewards that compare
+    answers (exact_integer, math_verify, reasoning_gym), ``text`` for all others.
+    """
     timeout_s: float = Field(default=10.0, gt=0)
     """Longest time for one call. A longer call is killed, and ``on_timeout`` decides its result."""
     on_timeout: OnTimeout = "zero"

@@ -152,6 +152,23 @@ def _probe_date(_format: str) -> str:
     return _PROBE
 
 
+def generation_prompt(
+    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
+) -> str:
+    r"""Return the text that the template adds after the last message, for example ``<|im_start|>assistant\n<think>\n``.
+
+    Empty if the template adds no text, or can't render a message of the user.
+    """
+    try:
+        prompt = render(tokenizer, [_USER], arguments=arguments)
+        bare_prompt = render(tokenizer, [_USER], arguments=arguments, add_generation_prompt=False)
+    except ChatTemplateError:
+        return ""
+    if not prompt.startswith(bare_prompt):
+        return ""
+    return prompt.removeprefix(bare_prompt)
+
+
 def lacks_generation_prompt(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
 ) -> bool:

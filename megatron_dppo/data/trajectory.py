@@ -29,6 +29,7 @@ from megatron_dppo.data.columns import (
     read_only,
     usable_rows,
 )
+from megatron_dppo.data.thoughts import TurnText
 
 FinishReason = Literal["stop", "length", "aborted", "failed"]
 """``aborted``: the server ended the response early, and the fleet will request the rest. ``failed``: the environment
@@ -121,6 +122,8 @@ class Trajectory:
         turn_times: The position of each turn in the order of sampling. If it is empty, the turns were sampled in the
             order of the tokens.
         wants_score: Whether the run's rewards score ``text``, in addition to an environment's rewards.
+        scored_text: The text that the run's rewards score, if this process played the episode; None: the whole
+            response.
 
     Raises:
         ValueError: Shapes or types disagree with each other or with a declaration; the first token of a branch is
@@ -146,6 +149,7 @@ class Trajectory:
     turn_rewards: tuple[float, ...] = ()
     turn_times: tuple[int, ...] = ()
     wants_score: bool = True
+    scored_text: TurnText | None = None
 
     def __post_init__(self) -> None:
         tokens = read_only(np.asarray(self.token_ids, np.int32))

@@ -235,15 +235,24 @@ def seam_end(
     return None
 
 
-def text_of(response: Trajectory, stop: Sequence[str], decode: Decode) -> str:
-    """Decode a response as the engine does: up to the stop text, or without the token that ended the response."""
-    text = decode(response.response_ids, special=False)
+def text_of(
+    response: Trajectory,
+    stop: Sequence[str],
+    decode: Decode,
+    *,
+    special: bool = False,
+) -> str:
+    """Decode a response as the engine does: up to the stop text, or without the token that ended the response.
+
+    ``special``: whether to include special tokens. The engine does not.
+    """
+    text = decode(response.response_ids, special=special)
     if response.finish_reason != "stop":
         return text
     ends = [text.index(stop_text) for stop_text in stop if stop_text in text]
     if ends:
         return text[: min(ends)]
-    return decode(response.response_ids[:-1], special=False)
+    return decode(response.response_ids[:-1], special=special)
 
 
 def register() -> None:

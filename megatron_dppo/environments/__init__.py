@@ -46,12 +46,19 @@ class Turn:
         is_truncated: whether the turn was cut off at the length limit. A truncated turn is the last one of its episode
             unless ``environment.cut_turns`` is ``answer``.
         prompt_tokens: number of tokens before the turn.
+        special_text: the text with its special tokens, without the token that ended the turn; None: equal to ``text``.
+        open_thought: the end of the prompt, from the mark of a thought that the prompt leaves open: ``<think>`` and a
+            line end. Empty if no thought is open.
+        answer: the text after the turn's thoughts; None: equal to ``text``. Empty if the turn ends in a thought.
     """
 
     text: str
     token_ids: tuple[int, ...]
     is_truncated: bool = False
     prompt_tokens: int = 0
+    special_text: str | None = None
+    open_thought: str = ""
+    answer: str | None = None
 
 
 @dataclass(frozen=True)

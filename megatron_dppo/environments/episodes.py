@@ -19,9 +19,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from megatron_dppo.data.thoughts import TurnText
 from megatron_dppo.data.trajectory import FinishReason, Problem, Trajectory
 from megatron_dppo.engine.continuation import join, request_after
 from megatron_dppo.engine.protocol import GenerationRequest, seed_of
+from megatron_dppo.engine.turn_text import ResponseReader
 from megatron_dppo.environments import (
     ChatCall,
     Environment,
@@ -115,12 +117,14 @@ class _Episode:
 class Episodes:
     """Plays the episodes of a rank; ``play`` is the function of a ``GenerationJob``.
 
-    ``faults`` counts the faults of the environments by their message.
+    ``reader`` reads the text of turns; None: a turn has only the text that the engine decoded. ``faults`` counts the
+    faults of the environments by their message.
     """
 
     pool: EnvironmentPool
     template: TurnTemplate
     limits: EpisodeLimits
+    reader: ResponseReader | None = None
     faults: Counter[str] = field(default_factory=Counter)
     _taken_faults: Counter[str] = field(default_factory=Counter)
     _has_warned: bool = False
@@ -155,7 +159,7 @@ class Episodes:
                     await self._replay(environment, episode)
                     while episode.finish_reason is None:
                         await self._advance(environment, episode, ask)
-                return _finished(episode)
+                return _finished(episode, self._scored_text(episode))
             except EnvironmentFaultError as fault:
                 # If the process had several episodes, another episode may be at fault. Then don't count this fault.
                 # Play this episode alone in a process: this episode is then the cause of any further fault.
@@ -254,7 +258,8 @@ class Episodes:
         """
         turn = episode.turn
         if turn is None:
-            response = await ask(self._request(episode))
+            request = self._request(episode)
+            response = await ask(request)
             branches = episode.branches
             number = episode.branch
             begins_branch = number == len(branches)
@@ -265,7 +270,13 @@ class Episodes:
             episode.branch_numbers.append(number)
             turn_ids = tuple(response.response_ids.tolist())
             prompt_length = len(response.prompt_ids)
-            turn = Turn(response.text, turn_ids, response.truncated, prompt_length)
+            text = TurnText.plain(response.text)
+            if self.reader is not None:
+                text = self.reader.read(response, request.sampling.stop)
+            turn = Turn(
+                text.text, turn_ids, response.truncated, prompt_length, text.special_text, text.open_thought,
+                text.answer,
+            )  # fmt: skip
             episode.turn = turn
         step = await environment.step(turn)
         # With ``continues_after_cut``, a turn that was cut off ends the episode only if the environment ends it too.
@@ -349,6 +360,21 @@ class Episodes:
             return replace(request, prompt_ids=episode.delta)
         return request_after(request, episode.branches[number], max_tokens, episode.delta)
 
+    def _scored_text(self, episode: _Episode) -> TurnText:
+        """Return the text that the run's rewards score: the last turn's, or the text that the environment gave."""
+        turns = [turn for turn, _ in episode.answered_turns]
+        _, last_step = episode.answered_turns[-1]
+        text = last_step.scored_text
+        if text is None:
+            return _text_of(turns[-1])
+        # An agent may return the text of a turn.
+        for turn in reversed(turns):
+            if turn.text.strip() == text.strip():
+                return _text_of(turn)
+        if self.reader is None:
+            return TurnText.plain(text)
+        return self.reader.plain(text)
+
     def _note(self, problem: Problem, fault: EnvironmentFaultError, *, is_last: bool) -> None:
         """Count and log a fault. ``is_last``: whether the episode is given up."""
         self.faults[str(fault)[:300]] += 1
@@ -358,7 +384,13 @@ class Episodes:
         log.warning("the environment of problem %d: %s; %s", problem.problem_id, fault, consequence)
 
 
-def _finished(episode: _Episode) -> Trajectory:
+def _text_of(turn: Turn) -> TurnText:
+    assert turn.special_text is not None
+    assert turn.answer is not None
+    return TurnText(turn.text, turn.special_text, turn.open_thought, turn.answer)
+
+
+def _finished(episode: _Episode, scored_text: TurnText) -> Trajectory:
     """Return the trajectory of an episode that has ended."""
     assert episode.finish_reason is not None
     # The trajectory has the turns branch by branch. List their positions in the order of sampling. The sort is stable:
@@ -369,15 +401,13 @@ def _finished(episode: _Episode) -> Trajectory:
     for position in sampling_positions:
         _, step = episode.answered_turns[position]
         turn_rewards.append(float(step.reward))
-    last_turn, last_step = episode.answered_turns[-1]
-    scored_text = last_step.scored_text
-    if scored_text is None:
-        scored_text = last_turn.text
+    _, last_step = episode.answered_turns[-1]
     return replace(
         Trajectory.of_branches(episode.branches),
         finish_reason=episode.finish_reason,
         ended_by=episode.ended_by,
-        text=scored_text,
+        text=scored_text.text,
+        scored_text=scored_text,
         turn_rewards=tuple(turn_rewards),
         turn_times=tuple(sampling_positions),
         wants_score=last_step.is_scored,

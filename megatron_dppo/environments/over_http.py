@@ -4,7 +4,8 @@ The server answers three POST requests:
 
     /reset  {"problem": {problem_id, prompt, answer, messages, metadata[, tools]}}
                                                     -> {"episode": text, "observation": text}
-    /step   {"episode", "text", "truncated"}        -> {"observation": text, "reward": number, "done": bool,
+    /step   {"episode", "text", "truncated"[, "open_thought"]}
+                                                    -> {"observation": text, "reward": number, "done": bool,
                                                         "scored": bool}
     /close  {"episode"}                             -> {}
 
@@ -59,6 +60,8 @@ class OverHttp:
 
     async def step(self, turn: Turn) -> Step:
         body = {"episode": self._episode, "text": turn.text, "truncated": turn.is_truncated}
+        if turn.open_thought:
+            body["open_thought"] = turn.open_thought
         answer: Any = await self._endpoint.post("/step", body)
         if not isinstance(answer, dict) or not answer.keys() <= _STEP_FIELDS:
             raise ValueError(

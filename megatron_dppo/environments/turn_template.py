@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.config.checks import ROLE
-from megatron_dppo.data.chat import ChatTemplateError, render
+from megatron_dppo.data.chat import ChatTemplateError, generation_prompt, render
 from megatron_dppo.data.control_tokens import ControlTokens
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Problem
@@ -89,10 +89,8 @@ class TurnTemplate:
         self.generation_tokens = 0
         if is_chat:
             self._check(role)
-            prompt = self._render([_USER])
-            bare_prompt = self._render([_USER], add_generation_prompt=False)
-            generation_prompt = prompt.removeprefix(bare_prompt)
-            self.generation_tokens = len(self._encoded(generation_prompt))
+            prompt_end = generation_prompt(tokenizer, self._arguments)
+            self.generation_tokens = len(self._encoded(prompt_end))
 
     def opening(self, problem: Problem, observation: Observation) -> list[int]:
         """Return the tokens of the problem's prompt with ``observation`` as one more user message.

@@ -23,7 +23,9 @@ from megatron_dppo.data.problems import (
 )
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.seal import Origin, text_digest
+from megatron_dppo.data.thoughts import DEFAULT_MARKS
 from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.engine.turn_text import ResponseReader
 from megatron_dppo.environments import makes_prompts
 from megatron_dppo.environments.turn_template import TurnTemplate
 from megatron_dppo.rewards.answer_check import bad_answers, refuse_bad_answers, without
@@ -41,6 +43,7 @@ class RunData:
         train: the training set: the problems of all training files, in their order.
         files: maps a training problem to its file.
         turns: the tokens between the turns of an episode; None without an environment.
+        reader: reads the text of responses.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -53,6 +56,13 @@ class RunData:
         self._tokenizer = load_tokenizer(config.model.hf_checkpoint)
         for warning in template_warnings(self._tokenizer, self.form):
             log.warning("%s: %s", config.model.hf_checkpoint, warning)
+        self.reader = ResponseReader.of(
+            self._tokenizer,
+            self.text_of,
+            is_chat=data.apply_chat_template,
+            arguments=arguments,
+            marks=DEFAULT_MARKS if data.thought_marks is None else data.thought_marks,
+        )
         environment = config.environment
         self.turns: TurnTemplate | None = None
         if environment.name is not None:
@@ -201,7 +211,8 @@ class RunData:
         file = self._config.data.train_files[0]
         max_tokens = self._config.rollout.max_response_tokens
         problem_set = self._sets[_name(file)]
-        return list(reward_faults(file.path, problem_set, self._config.reward, max_tokens))
+        thought = self.reader.open_thought(problem_set.problems[0].prompt_ids)
+        return list(reward_faults(file.path, problem_set, self._config.reward, max_tokens, thought))
 
     def refuse_or_drop(self, bad: BadAnswers) -> None:
         """Raise DataError for bad answers, or leave their problems out (``data.on_bad_answer``).

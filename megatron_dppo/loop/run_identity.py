@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dppo.config.data_schema import ProblemFile, RewardConfig, RewardTerm
@@ -32,6 +32,7 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
         "data.system_prompt": data.system_prompt,
         "data.prompt_template": data.prompt_template,
         **_argument_identity(data.chat_template_arguments),
+        **_mark_identity(data.thought_marks),
         "data.max_prompt_tokens": data.max_prompt_tokens,
         "data.shuffle": data.shuffle,
         "reward.name": config.reward.name,
@@ -58,6 +59,13 @@ def _argument_identity(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if arguments:
         return {"data.chat_template_arguments": dict(arguments)}
     return {}
+
+
+def _mark_identity(marks: Sequence[Sequence[str]] | None) -> dict[str, Any]:
+    """Return the marks of thoughts. The default is left out, because checkpoints of earlier versions lack the key."""
+    if marks is None:
+        return {}
+    return {"data.thought_marks": [list(pair) for pair in marks]}
 
 
 def _advantage_identity(algorithm: AlgorithmConfig) -> dict[str, Any]:
@@ -87,6 +95,8 @@ def _reward_identity(reward: RewardConfig) -> dict[str, Any]:
     for name, term in reward.terms.items():
         options = {k: v for k, v in term.options.items() if k not in _ADDRESS_OPTIONS}
         term_settings[name] = [term.name, term.weight, options]
+        if term.reads is not None:
+            term_settings[name].append(term.reads)
     default = RewardTerm(name=reward.name)
     default_settings = [default.name, default.weight, default.options]
     if list(term_settings.values()) == [default_settings]:

@@ -123,4 +123,4 @@ def open_episodes(config: TrainConfig, data: RunData) -> Episodes | None:
         environment.retries,
         continues_after_cut=continues_after_cut,
     )
-    return Episodes(EnvironmentPool(spec, environment.workers), turns, limits)
+    return Episodes(EnvironmentPool(spec, environment.workers), turns, limits, data.reader)

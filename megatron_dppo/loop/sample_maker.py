@@ -214,4 +214,5 @@ class SampleMaker:
         if value is None:
             return f"by {self._component}"
         answer = self._reward.final(problem.answer)
-        return self._reward.reason(t.text or response, answer, value)
+        read_text = self._data.reader.text_of(t).answer
+        return self._reward.reason(read_text, answer, value)

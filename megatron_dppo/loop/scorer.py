@@ -12,8 +12,10 @@ from functools import partial
 from typing import Self
 
 from megatron_dppo.config.data_schema import RewardConfig
-from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.rewards import RewardInput
+from megatron_dppo.data.thoughts import TurnText
+from megatron_dppo.data.trajectory import Problem, Trajectory
+from megatron_dppo.engine.turn_text import ResponseReader
+from megatron_dppo.rewards import RewardInput, form_read_by
 from megatron_dppo.rewards.result import USABLE_NUMBER, is_usable
 from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError
 
@@ -100,11 +102,19 @@ class Scorer:
     """The verifiers of all rewards of ``config``; their worker processes run inside the context.
 
     ``failures``: counts of failed rewards over all ranks, by the name of the metric; each ``ScoredGeneration`` adds its
-    counts. ``place_of``: finds problems in the data, for errors.
+    counts. ``place_of``: finds problems in the data, for errors. ``reader``: reads the text of responses; None: a
+    response has only the text that the engine decoded.
     """
 
-    def __init__(self, config: RewardConfig, place_of: PlaceOf | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        place_of: PlaceOf | None = None,
+        reader: ResponseReader | None = None,
+    ) -> None:
         self._place_of = place_of
+        self._reader = reader
+        self._forms = {name: form_read_by(term) for name, term in config.terms.items()}
         self.max_replacements = config.max_replacements
         self.failures: Counter[str] = Counter()
         self._verifiers: dict[str, Verifier] = {}
@@ -124,12 +134,18 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def submit(self, problem: Problem, response: str) -> PendingScore:
+    def text_of(self, response: Trajectory, stop: Sequence[str] = ()) -> TurnText:
+        """Return the text of a response that the rewards score. ``stop``: the texts that end a response."""
+        if self._reader is None:
+            return response.scored_text or TurnText.plain(response.text)
+        return self._reader.text_of(response, stop)
+
+    def submit(self, problem: Problem, text: TurnText) -> PendingScore:
         """Start scoring the text of a response to ``problem``; returns at once."""
-        reward_input = RewardInput.of(problem, response)
-        futures = {
-            name: verifier.submit(reward_input) for name, verifier in self._verifiers.items()
-        }
+        futures: dict[str, Future[Score]] = {}
+        for name, verifier in self._verifiers.items():
+            reward_input = RewardInput.of_text(problem, text, self._forms[name])
+            futures[name] = verifier.submit(reward_input)
         return PendingScore(futures, self._weights, problem, self._place_of)
 
 

@@ -252,7 +252,8 @@ def score_on_arrival(
             scores[key] = PendingScore.known(Score.without_value(response.reason))
             return
         if response.wants_score:
-            scores[key] = scorer.submit(problem, response.text)
+            text = scorer.text_of(response, job.sampling.stop)
+            scores[key] = scorer.submit(problem, text)
         else:
             scores[key] = PendingScore.known(Score(0.0))
         if part is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from megatron_dppo.config.data_schema import REWARD_OF_ENVIRONMENT
 from megatron_dppo.data.gold_answers import gold_answer
+from megatron_dppo.data.thoughts import TurnText
 
 # Reward functions of users import RewardResult from here.
 from megatron_dppo.rewards.result import RewardResult as RewardResult
@@ -22,6 +23,7 @@ from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.imports import ImportTargetError, import_target, reason_of
 
 if TYPE_CHECKING:
+    from megatron_dppo.config.data_schema import RewardTerm, TextForm
     from megatron_dppo.data.trajectory import Problem
 
 _MAX_SEARCHED = 4000
@@ -45,11 +47,13 @@ class RewardInput:
     """The input of a reward: a response and its problem.
 
     Attributes:
-        response: Text of the response, without special tokens and stop texts.
+        response: Text of the response, in the form that ``RewardTerm.reads`` names.
         answer: The problem's answer; empty if the problem has none.
         prompt: The problem's own text; for chat messages the text of the last message.
         messages: The whole prompt as chat messages, with system prompt and template.
         metadata: The problem's metadata, any JSON object.
+        open_thought: The end of the prompt, from the mark of a thought that the prompt leaves open: ``<think>`` and a
+            line end. Empty if no thought is open, or if ``response`` is only the answer.
     """
 
     response: str
@@ -57,12 +61,29 @@ class RewardInput:
     prompt: str = ""
     messages: Sequence[Mapping[str, str]] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    open_thought: str = ""
 
     @classmethod
-    def of(cls, problem: Problem, response: str) -> Self:
+    def of(cls, problem: Problem, response: str, open_thought: str = "") -> Self:
         """The input for a response to ``problem``."""
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
-        return cls(response, problem.answer, problem.prompt, messages, problem.metadata)
+        return cls(
+            response, problem.answer, problem.prompt, messages, problem.metadata, open_thought
+        )
+
+    @classmethod
+    def of_text(cls, problem: Problem, text: TurnText, form: TextForm) -> Self:
+        """The input with one form of a response's text."""
+        if form == "answer":
+            return cls.of(problem, text.answer)
+        if form == "special-text":
+            return cls.of(problem, text.special_text, text.open_thought)
+        return cls.of(problem, text.text, text.open_thought)
+
+    @property
+    def turn(self) -> str:
+        """The response with the thought that the prompt opened, so that a reader sees where the thought begins."""
+        return self.open_thought + self.response
 
 
 FIELDS = tuple(f.name for f in fields(RewardInput))
@@ -213,6 +234,7 @@ class Reward:
             has no function for this.
         reads_solutions: Whether gold answers may be worked solutions. The reward then gets the final answer of the
             solution. A user's own reward gets the answer unchanged.
+        reads: The form of the response that the reward gets unless ``RewardTerm.reads`` names another form.
     """
 
     target: str
@@ -220,6 +242,7 @@ class Reward:
     gold_target: str | None = None
     answer_target: str | None = None
     reads_solutions: bool = False
+    reads: TextForm = "text"
 
     def load(self) -> Callable[..., Any]:
         """Import the function. Raises ValueError if the module or the function does not exist."""
@@ -272,6 +295,11 @@ class Reward:
         return f"{shown_answer!r}, expected {answer!r}"
 
 
+def form_read_by(term: RewardTerm) -> TextForm:
+    """The form of the response that a configured reward gets."""
+    return term.reads or find_reward(term.name).reads
+
+
 def _import_function(target: str) -> Callable[..., Any]:
     try:
         return import_target(target)
@@ -290,17 +318,19 @@ REWARDS: dict[str, Reward] = {
         gold_target=_EXACT,
         answer_target="megatron_dppo.rewards:stated_result",
         reads_solutions=True,
+        reads="answer",
     ),
     "math_verify": Reward(
         f"{_MATH}:math_verify",
         gold_target=f"{_MATH}:check_gold",
         answer_target="megatron_dppo.rewards.answers:final_answer",
         reads_solutions=True,
+        reads="answer",
     ),
     "reward_model": Reward(f"{_HTTP}:RewardModel"),
     "judge": Reward(f"{_HTTP}:Judge"),
     "verl": Reward("megatron_dppo.rewards.verl:ComputeScore"),
-    "reasoning_gym": Reward(f"{_GYM}:score"),
+    "reasoning_gym": Reward(f"{_GYM}:score", reads="answer"),
     REWARD_OF_ENVIRONMENT: Reward("megatron_dppo.rewards:no_reward", runs_inline=True),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from megatron_dppo.data.gold_answers import BOX, LONGEST_ANSWER, UNBRACED_BOX, braced
+from megatron_dppo.data.thoughts import answer_part
 
 _MARKED = re.compile(r"####(?!#)[ \t]*([^\n#]*)")
 """``#### X``, GSM8K's form. Headings of Markdown begin with ``####``, too: "#### Step 2", "#### 1. Find the area"."""
@@ -18,7 +19,6 @@ _STATED = re.compile(
 )
 """The words before a stated answer: ``answer is``, ``Answer:``, and their Chinese forms."""
 _ANSWER_BEGINS, _ANSWER_ENDS = "<answer>", "</answer>"
-_THINKING_BEGINS, _THINKING_ENDS = "<think>", "</think>"
 _FORMULA = re.compile(r"\$\$?(.+?)\$\$?|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]")
 _DISPLAYED = (("$$", "$$"), (r"\[", r"\]"))
 _SENTENCE_END = re.compile(r"[.!](?:\s|$)")
@@ -76,18 +76,19 @@ def in_ascii_punctuation(text: str) -> str:
 def final_answer(response: str) -> str:
     r"""The final answer of a response, without the markup around it; empty if the response has no answer.
 
-    Only the text after ``</think>`` is read. If this text has an ``<answer>``, only the last ``<answer>`` is read. The
-    answer is X in the last of these forms: ``\boxed{X}`` (also ``\framebox``, ``\fbox``), ``#### X`` (GSM8K's form),
-    ``Answer: X`` (DAPO-Math's form), ``answer is X`` (also in Chinese). In a text without these forms, it is the last
-    formula of the last line, or else the whole last line. Boxes in a row, ``\boxed{2} and \boxed{3}``, are one answer
-    together. A box that is not closed counts as an empty answer, and a negated formula, ``not $5$``, is no answer.
+    Only the text after the thoughts is read (``answer_part``). If this text has an ``<answer>``, only the last
+    ``<answer>`` is read. The answer is X in the last of these forms: ``\boxed{X}`` (also ``\framebox``, ``\fbox``),
+    ``#### X`` (GSM8K's form), ``Answer: X`` (DAPO-Math's form), ``answer is X`` (also in Chinese). In a text without
+    these forms, it is the last formula of the last line, or else the whole last line. Boxes in a row,
+    ``\boxed{2} and \boxed{3}``, are one answer together. A box that is not closed counts as an empty answer, and a
+    negated formula, ``not $5$``, is no answer.
     """
     return without_markup(written_answer(response))
 
 
 def written_answer(response: str) -> str:
     """The final answer of a response with the markup around it."""
-    text = _in_answer_tag(_after_thinking(in_ascii_punctuation(response)))
+    text = _in_answer_tag(in_ascii_punctuation(answer_part(response)))
     answers = [*_boxed_answers(text), *_marked_answers(text), *_stated_answer(text)]
     if not answers:
         return _last_line_answer(text)
@@ -100,15 +101,6 @@ def written_answer(response: str) -> str:
         # In "\text{The answer is} 42", the text after "is" begins with the closing brace.
         return stated_answer.lstrip("} ")
     return last_answer
-
-
-def _after_thinking(response: str) -> str:
-    """The text after ``</think>``; empty if the response begins with ``<think>`` and never closes it."""
-    if _THINKING_ENDS in response:
-        return response.rpartition(_THINKING_ENDS)[2]
-    if response.lstrip().startswith(_THINKING_BEGINS):
-        return ""
-    return response
 
 
 def _in_answer_tag(text: str) -> str:

@@ -264,7 +264,7 @@ class RewardModel:
     def _token_ids(self, record: RewardInput) -> list[int]:
         # A response may contain the characters <|im_end|>. Encode them as ordinary text. Otherwise the text after them
         # would look like another turn, and this turn could praise the response.
-        content = self._control_tokens.hold(record.response, self._control_tokens.special)
+        content = self._control_tokens.hold(record.turn, self._control_tokens.special)
         turns = [*record.messages, {"role": "assistant", "content": content}]
         # Render to text and encode it without adding special tokens: the template has written them already.
         return self._control_tokens.encode(
@@ -388,6 +388,8 @@ class Judge:
     def _question(self, record: RewardInput) -> str:
         # Replace all placeholders in one pass, so that the characters of a response are never read as a placeholder.
         def field_text(match: re.Match[str]) -> str:
+            if match[1] == "response":
+                return record.turn
             return str(getattr(record, match[1]))
 
         return _PLACEHOLDER.sub(field_text, self._template)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from megatron_dppo.config.data_schema import RewardConfig, RewardTerm
 from megatron_dppo.data.problems import ProblemSet
-from megatron_dppo.rewards import RewardInput, find_reward
+from megatron_dppo.data.thoughts import TurnText
+from megatron_dppo.rewards import RewardInput, find_reward, form_read_by
 from megatron_dppo.rewards.verifier import Verifier, VerifierError, require
 
 _MAX_CHARACTERS = 50_000
@@ -23,6 +24,7 @@ def reward_faults(
     problem_set: ProblemSet,
     reward: RewardConfig,
     response_tokens: int,
+    open_thought: str = "",
 ) -> Iterator[str]:
     """Yield the errors of the run's rewards for an empty, a truncated and a long response to the first problem.
 
@@ -35,6 +37,7 @@ def reward_faults(
         problem_set: The file's problems, at least one.
         reward: The run's rewards.
         response_tokens: Largest number of tokens of a response in the run.
+        open_thought: As in RewardInput, for the first problem.
     """
     problem = problem_set.problems[0]
     half_answer = problem.answer[: len(problem.answer) // 2]
@@ -48,7 +51,8 @@ def reward_faults(
         if find_reward(term.name).reads_solutions:
             continue
         for kind, response in responses.items():
-            fault = _fault(term, RewardInput.of(problem, response))
+            text = TurnText(response, response, open_thought, response)
+            fault = _fault(term, RewardInput.of_text(problem, text, form_read_by(term)))
             if fault is not None:
                 place = problem_set.location(path, problem.problem_id)
                 yield f"reward {name}: {kind} to {place}: {fault}"

@@ -112,6 +112,18 @@ class Answering(Counting):
 SAID = [{"role": "user", "content": "8"}]
 
 
+class EchoingText(Counting):
+    """Ends the episode with the turn's own text as the text to score; the reward tells whether the turn has an answer,
+    and is -1 if it is an unfinished thought.
+    """
+
+    async def step(self, turn: Turn) -> Step:
+        reward = 1.0
+        if turn.open_thought == "<think>\n" and not turn.answer:
+            reward = -1.0
+        return Step(reward=reward, done=True, is_scored=True, scored_text=turn.text)
+
+
 class Closing(Counting):
     """Takes a while to close, and then creates the file ``flag``."""
 

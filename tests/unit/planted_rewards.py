@@ -191,6 +191,13 @@ async def dying(response: str) -> float:
     return 1.0
 
 
+def shown_text(response: str, open_thought: str) -> RewardResult:
+    """Return the text that the reward gets, as its reason."""
+    if open_thought == "<refused>":
+        raise ValueError("a thought is open")
+    return RewardResult(0.0, reason=repr([open_thought, response]))
+
+
 def with_options(response: str, *, longest: int, penalty: float = 1.0) -> float:
     return -penalty * max(0, len(response) - longest)
 

@@ -17,6 +17,7 @@ from megatron_dppo.data.problems import PromptForm
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.seal import text_digest
+from megatron_dppo.data.thoughts import TurnText
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.rewards import RewardUnavailableError, find_reward
@@ -139,7 +140,7 @@ def test_each_reward_reads_an_answer_as_if_it_were_alone(run_data, order):
     data = run_data([row(solution)] * 3, first)
     assert bad_answers({"x": data.train}, config) == {"x": []}
     with Scorer(config) as scorer:
-        score = scorer.submit(data.train.problems[0], solution).result()
+        score = scorer.submit(data.train.problems[0], TurnText.plain(solution)).result()
     assert set(score.components.values()) == {1.0}
 
 

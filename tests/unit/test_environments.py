@@ -42,8 +42,9 @@ from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import score_on_arrival
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.system.async_runner import AsyncRunner
+from tests.chat_templates import reader_of
 from tests.messages import mentioning, mentions
-from tests.tiny_models import tiny_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 PLANTED = "tests.unit.planted_environments"
 IM_START, IM_END = 1, 2
@@ -133,7 +134,9 @@ def play(
     name = environment if environment in ENVIRONMENTS else f"{PLANTED}:{environment}"
     spec = EnvironmentSpec(name, options, timeout_s, memory_gib, sampling=sampling or {})
     pool = EnvironmentPool(spec, workers=1)
-    episodes = Episodes(pool, TurnTemplate(engine.tokenizer, role), limits)
+    episodes = Episodes(
+        pool, TurnTemplate(engine.tokenizer, role), limits, reader_of(engine.tokenizer)
+    )
     job = GenerationJob(
         [replace(problem, problem_id=i) for i in range(problems)],
         1,
@@ -581,6 +584,29 @@ def test_a_group_of_equal_rewards_may_differ_in_its_turns():
         flat[credit] = GroupRow.of(group).flat
     # The second turns earned 0 and 1.
     assert flat == {"turn": False, "trajectory": True}
+
+
+@pytest.mark.parametrize("environment", ["single-turn", "EchoingText"])
+def test_rewards_and_environments_know_the_thought_that_the_prompt_opens(environment):
+    """The environment that echoes returns the turn's text as the text to score, as many agents do."""
+    engine = Engine({0: ["8", "Hm.</think>8"]})
+    engine.tokenizer = tiny_tokenizer()
+    engine.tokenizer.chat_template = CHAT_TEMPLATE.replace(
+        "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+    )
+    opening = engine.tokenizer("<think>\n")["input_ids"]
+    problem = replace(PROBLEM, prompt_ids=(*PROBLEM.prompt_ids, *opening))
+    responses = []
+    for _ in range(2):
+        (response,), _ = play(engine, environment, problem=problem)
+        responses.append(response)
+    texts = [response.scored_text for response in responses]
+    assert [(text.open_thought, text.answer) for text in texts] == [
+        ("<think>\n", ""),
+        ("<think>\n", "8"),
+    ]
+    if environment == "EchoingText":
+        assert [response.turn_rewards for response in responses] == [(-1.0,), (1.0,)]
 
 
 def test_a_failed_episode_has_no_reward_and_one_that_is_not_scored_is_not_put_to_the_rewards():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +16,10 @@ import torch.distributed as dist
 
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig, TrainConfig
+from megatron_dppo.data.thoughts import TurnText
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.protocol import SamplingParams
+from megatron_dppo.engine.turn_text import ResponseReader
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.loop.engine_session import WeightsLostError
@@ -95,8 +97,8 @@ class CountingScorer(Scorer):
         super().__init__(EXACT)
         self.scored = threading.Semaphore(0)
 
-    def submit(self, problem: Problem, response: str) -> PendingScore:
-        pending = super().submit(problem, response)
+    def submit(self, problem: Problem, text: TurnText) -> PendingScore:
+        pending = super().submit(problem, text)
         for future in pending.scores.values():
             future.add_done_callback(lambda _: self.scored.release())
         return pending
@@ -116,8 +118,13 @@ def evaluator_args(config: TrainConfig) -> tuple[EvaluationConfig, GenerationJob
 
 
 def sample_maker(problems: list[Problem]) -> SampleMaker:
+    def text_of(ids: Sequence[int], *, special: bool = True) -> str:
+        return " ".join(map(str, ids))
+
     data: Any = SimpleNamespace(
-        train=SimpleNamespace(problems=problems), text_of=lambda ids: " ".join(map(str, ids))
+        train=SimpleNamespace(problems=problems),
+        text_of=text_of,
+        reader=ResponseReader(text_of, {}),
     )
     return SampleMaker("math_verify", data, zeroes_truncated=True)
 

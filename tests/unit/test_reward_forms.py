@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.data_schema import RewardConfig
+from megatron_dppo.data.thoughts import TurnText
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.loop.scorer import Scorer, weighted_sum
 from megatron_dppo.rewards import RewardForm, RewardInput, RewardUnavailableError, find_reward
@@ -243,7 +244,7 @@ def test_several_rewards_of_a_run():
     )
     assert list(config.terms) == ["exact_integer", "length"]
     with Scorer(config) as scorer:
-        score = scorer.submit(Problem(0, "1+1", "2", ()), "1+1=2").result()
+        score = scorer.submit(Problem(0, "1+1", "2", ()), TurnText.plain("1+1=2")).result()
     assert score.value == pytest.approx(1 - 0.4)
     assert score.components == {"exact_integer": 1.0, "length": -4.0}
 
@@ -262,7 +263,7 @@ def test_an_error_in_a_run_shows_the_row_the_answer_and_the_rewards_own_frames(
     problem, places = Problem(4, "1+1", "two", (7, 8)), {(7, 8): "sums.jsonl, line 5"}
     config = RewardConfig(name=PLANTED + reward, workers=1)
     with Scorer(config, lambda ids: places[tuple(ids)]) as scorer:
-        pending = scorer.submit(problem, response)
+        pending = scorer.submit(problem, TurnText.plain(response))
         with pytest.raises(VerifierError) as caught:
             require([pending.result()], [RewardInput.of(problem, response)])
     message = str(caught.value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
 from megatron_dppo.diagnostics.samples import main
+from megatron_dppo.engine.turn_text import ResponseReader
 from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.loop.sample_maker import KEPT, SampleMaker, sample_positions
 from megatron_dppo.metrics.records import StepLines
@@ -56,15 +57,27 @@ def test_a_step_in_which_all_earn_nothing_has_its_samples() -> None:
 
 
 def make_sample_maker(*, zeroes_truncated: bool = True) -> SampleMaker:
+    def text_of(ids: Sequence[int], *, special: bool = True) -> str:
+        return " ".join(map(str, ids))
+
     data: Any = SimpleNamespace(
         train=SimpleNamespace(problems=[Problem(i, "p", str(i), (1, 2)) for i in range(9)]),
-        text_of=lambda ids: " ".join(map(str, ids)),
+        text_of=text_of,
+        reader=ResponseReader(text_of, {}),
     )
     return SampleMaker("exact_integer", data, zeroes_truncated=zeroes_truncated)
 
 
 def batch_of(rows: list[Trajectory]) -> RolloutBatch:
     return RolloutBatch([Outline.of(t) for t in rows], dict(enumerate(rows)), {}, {})
+
+
+def test_the_reason_of_a_sample_reads_no_unfinished_thought() -> None:
+    batch = batch_of([trajectory(0, text="<think>2-2=0")])
+    maker = make_sample_maker()
+    maker.take(1, batch)
+    (sample,) = maker.of_step(1, batch.trajectories, {})
+    assert sample.reason == "no answer, expected '0'"
 
 
 def test_a_sample_says_what_the_response_earned_and_why() -> None:
