@@ -70,6 +70,12 @@ def answer_part(response: str, marks: Marks = DEFAULT_MARKS) -> str:
         marks: the marks of thoughts.
     """
     text = _final_channel(response)
+    start, end = answer_bounds(text, marks)
+    return text[start:end]
+
+
+def answer_bounds(text: str, marks: Marks = DEFAULT_MARKS) -> tuple[int, int]:
+    """Return the positions where the answer begins and ends: after the last thought, and before an unfinished one."""
     end = len(text)
     for begin_mark, end_mark in marks:
         last_end = text.rfind(end_mark)
@@ -81,7 +87,7 @@ def answer_part(response: str, marks: Marks = DEFAULT_MARKS) -> str:
         position = text.rfind(end_mark, 0, end)
         if position >= 0:
             start = max(start, position + len(end_mark))
-    return text[start:end]
+    return start, end
 
 
 def _final_channel(text: str) -> str:

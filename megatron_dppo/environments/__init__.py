@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_dppo.data.thoughts import DEFAULT_MARKS, Marks
 from megatron_dppo.rewards.result import USABLE_NUMBER, is_usable
 from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
@@ -59,6 +60,23 @@ class Turn:
     special_text: str | None = None
     open_thought: str = ""
     answer: str | None = None
+
+
+@dataclass(frozen=True)
+class PolicyFormat:
+    """The form in which the policy writes its turns.
+
+    Attributes:
+        tool_format: name of the format of tool calls (``engine.tool_calls``); None: calls stay text.
+        added_tokens: the added tokens of the tokenizer.
+        special_tokens: the special tokens of the tokenizer.
+        thought_marks: the marks of thoughts.
+    """
+
+    tool_format: str | None = None
+    added_tokens: Sequence[str] = ()
+    special_tokens: Sequence[str] = ()
+    thought_marks: Marks = DEFAULT_MARKS
 
 
 @dataclass(frozen=True)
@@ -119,6 +137,7 @@ class Step:
         is_scored: whether the run's rewards also score the text of the last turn, as they score a response without an
             environment.
         scored_text: text that the run's rewards score in place of the turn's text.
+        has_unread_call: whether the turn has the beginning of a tool call that can't be read.
     """
 
     observation: Observation = ""
@@ -126,11 +145,13 @@ class Step:
     done: bool = False
     is_scored: bool = False
     scored_text: str | None = None
+    has_unread_call: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "observation", observation_of(self.observation))
         _require(is_usable(self.reward), "reward", self.reward, USABLE_NUMBER)
-        for name, flag in (("done", self.done), ("is_scored", self.is_scored)):
+        for name in ("done", "is_scored", "has_unread_call"):
+            flag = getattr(self, name)
             _require(isinstance(flag, bool), name, flag, "true or false")
         text = self.scored_text
         _require(text is None or isinstance(text, str), "scored_text", text, "text or none")

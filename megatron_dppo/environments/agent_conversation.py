@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dppo.environments import ChatCall, Turn
+from megatron_dppo.data.thoughts import answer_bounds
+from megatron_dppo.engine.tool_calls import GPT_OSS, ReadTurn, ToolFormat
+from megatron_dppo.environments import ChatCall, PolicyFormat, Turn
 
 MODEL = "policy"
 """Name of the model in the API of a session."""
@@ -30,32 +31,8 @@ _HARMLESS_VALUES: Mapping[str, Any] = {
     "n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "logprobs": False, "store": False,
     "frequency_penalty": 0, "presence_penalty": 0, "response_format": {"type": "text"},
 }  # fmt: skip
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 MOST_BRANCHES = 8
 """Default of ``environment.options.branches``."""
-
-
-ToolFormat = Callable[[str], tuple[str, list[tuple[Any, Any]]]]
-"""Splits a turn's text into the text outside of tool calls, and the (name, arguments) of each tool call.
-
-Raises KeyError, TypeError or ValueError for a call that can't be parsed.
-"""
-
-
-def parse_hermes(text: str) -> tuple[str, list[tuple[Any, Any]]]:
-    """Parse a text with any number of calls ``<tool_call>{"name", "arguments"}</tool_call>``."""
-    calls = [json.loads(call) for call in _CALL.findall(text)]
-    return _CALL.sub("", text).strip(), [(call["name"], call["arguments"]) for call in calls]
-
-
-def parse_llama3(text: str) -> tuple[str, list[tuple[Any, Any]]]:
-    """Parse ``{"name", "parameters"}``: one call, without other text."""
-    call = json.loads(text)
-    return "", [(call["name"], call["parameters"])]
-
-
-TOOL_FORMATS: Mapping[str, ToolFormat] = {"hermes": parse_hermes, "llama3_json": parse_llama3}
-"""Parser of each ``environment.options.tool_format``."""
 
 
 class RefusedCallError(Exception):
@@ -118,7 +95,7 @@ class Conversation:
     Args:
         ignored: fields of a request that are dropped.
         most_branches: largest number of branches in a session.
-        tool_format: parser of the policy's tool calls.
+        policy_format: the form in which the policy writes calls and thoughts.
         sampling: the run's sampling settings by their names in a request. A request may have the same values.
 
     Attributes:
@@ -130,7 +107,7 @@ class Conversation:
         self,
         ignored: frozenset[str] = frozenset(),
         most_branches: int = MOST_BRANCHES,
-        tool_format: ToolFormat = parse_hermes,
+        policy_format: PolicyFormat | None = None,
         sampling: Mapping[str, float] | None = None,
     ) -> None:
         self.calls: asyncio.Queue[ChatCall] = asyncio.Queue()
@@ -138,7 +115,7 @@ class Conversation:
         self._ignored = ignored
         self._accepted_values = {**_HARMLESS_VALUES, **(sampling or {})}
         self._most_branches = most_branches
-        self._tool_format = tool_format
+        self._policy_format = policy_format or PolicyFormat()
         self._branches: list[_Branch] = []
         # Calls that have no turn yet.
         self._unanswered: deque[_Call] = deque()
@@ -146,19 +123,21 @@ class Conversation:
         self._undelivered: list[_Call] = []
         self._turn_count = 0
 
-    def answer(self, turn: Turn) -> None:
-        """Answer the oldest waiting call with the policy's turn."""
+    def answer(self, turn: Turn) -> bool:
+        """Answer the oldest waiting call with the policy's turn. Return whether the turn has an unread call."""
         call = self._unanswered.popleft()
         branch = call.branch
-        tool_format = self._tool_format if branch.tools else None
-        message, tool_calls = _message_of(turn.text, self._turn_count, tool_format)
+        read_turn = ReadTurn()
+        if branch.tools:
+            read_turn = _read(turn, self._policy_format, branch.tools)
+        message = _message_of(turn, self._turn_count, read_turn, self._policy_format)
         branch.messages = [*call.messages, _plain(message, "the turn")]
         branch.has_waiting_call = False
         self._turn_count += 1
         finish_reason = "stop"
         if turn.is_truncated:
             finish_reason = "length"
-        elif tool_calls:
+        elif read_turn.calls:
             finish_reason = "tool_calls"
         choice = {
             "index": 0,
@@ -180,6 +159,7 @@ class Conversation:
             },
         }
         call.completion.set_result(completion)
+        return read_turn.is_unread
 
     @contextmanager
     def completion_of(self, body: Any) -> Iterator[asyncio.Future[dict[str, Any]]]:
@@ -371,31 +351,44 @@ def _plain_call(call: Any, location: str) -> dict[str, Any]:
         ) from error
 
 
-def _message_of(
-    text: str,
-    turn: int,
-    tool_format: ToolFormat | None,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a turn's text as a message, and the turn's tool calls. If a call is invalid, the message has no calls.
+def _read(turn: Turn, policy_format: PolicyFormat, tools: Sequence[Mapping[str, Any]]) -> ReadTurn:
+    """Read the calls in a turn, without the calls that its thoughts mention."""
+    if policy_format.tool_format is None:
+        return ReadTurn()
+    text = turn.text if turn.special_text is None else turn.special_text
+    tool_format = ToolFormat(policy_format.tool_format, tuple(policy_format.added_tokens))
+    if policy_format.tool_format == GPT_OSS:
+        # The parser itself reads the channels.
+        return tool_format.read(text, tools)
+    start, end = answer_bounds(turn.open_thought + text, policy_format.thought_marks)
+    start = max(start - len(turn.open_thought), 0)
+    end = max(end - len(turn.open_thought), 0)
+    read_turn = tool_format.read(text[start:end], tools)
+    if any(_is_deeper(dict(call.arguments), _MAX_LEVELS) for call in read_turn.calls):
+        return ReadTurn(is_unread=True)
+    thoughts = text[:start].rstrip()
+    if thoughts and read_turn.calls:
+        read_turn = replace(read_turn, content=f"{thoughts}\n\n{read_turn.content}".rstrip())
+    return read_turn
 
-    ``turn``: number of the turn. ``tool_format``: parser of the calls; None without tools.
-    """
-    text_message = {"role": "assistant", "content": text}
-    if tool_format is None:
-        return text_message, []
+
+def _message_of(
+    turn: Turn, number: int, read_turn: ReadTurn, policy_format: PolicyFormat
+) -> dict[str, Any]:
+    """Return a turn as a message. ``number``: number of the turn."""
+    if not read_turn.calls:
+        content = turn.text
+        if policy_format.tool_format == GPT_OSS and turn.answer is not None:
+            content = turn.answer
+        return {"role": "assistant", "content": content}
+    content = read_turn.content
+    for token in policy_format.special_tokens:
+        content = content.replace(token, "")
     calls: list[dict[str, Any]] = []
-    try:
-        content, named_calls = tool_format(text)
-        if _is_deeper([arguments for _, arguments in named_calls], _MAX_LEVELS):
-            raise ValueError("arguments that no call may have")
-        for i, (name, arguments) in enumerate(named_calls):
-            function = {"name": str(name), "arguments": json.dumps(dict(arguments))}
-            calls.append({"id": f"call_{turn}_{i}", "type": "function", "function": function})
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return text_message, []
-    if not calls:
-        return text_message, []
-    return {"role": "assistant", "content": content or None, "tool_calls": calls}, calls
+    for i, call in enumerate(read_turn.calls):
+        function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
+        calls.append({"id": f"call_{number}_{i}", "type": "function", "function": function})
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}
 
 
 def shortened(value: Any) -> str:

@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
 from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.environments import ChatCall, Step, Turn
-from megatron_dppo.environments.agent_conversation import MOST_BRANCHES, TOOL_FORMATS, Conversation
+from megatron_dppo.engine.tool_parsers import parser_names
+from megatron_dppo.environments import ChatCall, PolicyFormat, Step, Turn
+from megatron_dppo.environments.agent_conversation import MOST_BRANCHES, Conversation
 from megatron_dppo.environments.agent_programs import (
     FUNCTION_PATH,
     AgentResult,
@@ -48,7 +50,8 @@ class Agent:
             settings is refused.
         host: address that the session's server listens on.
         branches: largest number of branches in a session.
-        tool_format: format of the policy's tool calls, a name in ``TOOL_FORMATS``.
+        tool_format: format of the policy's tool calls, SGLang's name of a parser; None: the format of the calls that
+            the chat template writes.
         sandbox: whether a command runs in a sandbox (``sandbox.sandboxed``).
         sandbox_paths: paths that the sandbox contains in addition to the current folder.
     """
@@ -61,7 +64,7 @@ class Agent:
         ignored: Sequence[str] = (),
         host: str = "127.0.0.1",
         branches: int = MOST_BRANCHES,
-        tool_format: str = "hermes",
+        tool_format: str | None = None,
         sandbox: bool = False,
         sandbox_paths: Sequence[str] = (),
     ) -> None:
@@ -73,8 +76,10 @@ class Agent:
         self._sandbox_paths = tuple(sandbox_paths) if sandbox else None
         self._ignored = frozenset(ignored)
         self._most_branches = branches
-        self._tool_format = TOOL_FORMATS[tool_format]
-        self._conversation = self._new_conversation({})
+        self._tool_format = tool_format
+        self._policy_format = PolicyFormat(tool_format)
+        self._sampling: Mapping[str, float] = {}
+        self._conversation = Conversation()
         self._task: asyncio.Task[AgentResult] | None = None
         self._server: web.AppRunner | None = None
 
@@ -92,13 +97,18 @@ class Agent:
 
     def note_sampling(self, sampling: Mapping[str, float]) -> None:
         """Accept calls that repeat the run's own ``sampling`` settings. Called before ``reset``."""
-        self._conversation = self._new_conversation(sampling)
+        self._sampling = sampling
 
-    def _new_conversation(self, sampling: Mapping[str, float]) -> Conversation:
-        return Conversation(self._ignored, self._most_branches, self._tool_format, sampling)
+    def note_policy_format(self, policy_format: PolicyFormat) -> None:
+        """Read the policy's turns in this form. Called before ``reset``."""
+        tool_format = self._tool_format or policy_format.tool_format
+        self._policy_format = replace(policy_format, tool_format=tool_format)
 
     async def reset(self, problem: Problem) -> ChatCall:
         run_agent = agent_of(self._agent, self._sandbox_paths)
+        self._conversation = Conversation(
+            self._ignored, self._most_branches, self._policy_format, self._sampling
+        )
         key = secrets.token_urlsafe(32)
         self._server, url = await serve(self._conversation, key, self._host)
         self._task = asyncio.create_task(run_agent(problem, AgentSession(url, key)))
@@ -108,11 +118,11 @@ class Agent:
         return first_call
 
     async def step(self, turn: Turn) -> Step:
-        self._conversation.answer(turn)
+        has_unread_call = self._conversation.answer(turn)
         call_or_end = await self._next_call_or_end()
         if isinstance(call_or_end, Step):
-            return call_or_end
-        return Step(call_or_end)
+            return replace(call_or_end, has_unread_call=has_unread_call)
+        return Step(call_or_end, has_unread_call=has_unread_call)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -153,15 +163,15 @@ class Agent:
         return ""
 
 
-def _check_values(ignored: Any, branches: Any, tool_format: str) -> None:
+def _check_values(ignored: Any, branches: Any, tool_format: str | None) -> None:
     if not isinstance(ignored, list | tuple):
         raise ValueError(f"options: ignored: got {ignored!r}, expected a list of names")
     # ``isinstance`` would accept true and false.
     if type(branches) is not int or branches < 1:
         raise ValueError(f"options: branches: got {branches!r}, expected 1 or more")
-    if tool_format not in TOOL_FORMATS:
+    if tool_format is not None and tool_format not in parser_names():
         raise ValueError(
-            f"options: tool_format: got {tool_format!r}, expected {' or '.join(TOOL_FORMATS)}"
+            f"options: tool_format: got {tool_format!r}, expected nothing, or one of {', '.join(parser_names())}"
         )
 
 

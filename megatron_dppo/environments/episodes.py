@@ -37,6 +37,9 @@ from megatron_dppo.environments.workers import EnvironmentPool
 
 log = logging.getLogger(__name__)
 
+_MOST_SHOWN = 200
+"""Largest number of characters of a turn in a warning."""
+
 
 @dataclass(frozen=True)
 class EpisodeLimits:
@@ -118,7 +121,7 @@ class Episodes:
     """Plays the episodes of a rank; ``play`` is the function of a ``GenerationJob``.
 
     ``reader`` reads the text of turns; None: a turn has only the text that the engine decoded. ``faults`` counts the
-    faults of the environments by their message.
+    faults of the environments by their message, and ``unread_calls`` the turns with tool calls that can't be read.
     """
 
     pool: EnvironmentPool
@@ -126,14 +129,22 @@ class Episodes:
     limits: EpisodeLimits
     reader: ResponseReader | None = None
     faults: Counter[str] = field(default_factory=Counter)
+    unread_calls: int = 0
     _taken_faults: Counter[str] = field(default_factory=Counter)
     _has_warned: bool = False
+    _has_warned_of_calls: bool = False
 
     def take_faults(self) -> Counter[str]:
         """Return the ``faults`` since the last call."""
         new_faults = self.faults - self._taken_faults
         self._taken_faults = self.faults.copy()
         return new_faults
+
+    def take_unread_calls(self) -> int:
+        """Return the number of ``unread_calls`` since the last call."""
+        new_count = self.unread_calls
+        self.unread_calls = 0
+        return new_count
 
     async def play(
         self,
@@ -279,6 +290,8 @@ class Episodes:
             )  # fmt: skip
             episode.turn = turn
         step = await environment.step(turn)
+        if step.has_unread_call:
+            self._note_unread_call(turn)
         # With ``continues_after_cut``, a turn that was cut off ends the episode only if the environment ends it too.
         if turn.is_truncated and (step.done or not self.limits.continues_after_cut):
             self._end_truncated(episode, turn, is_done=step.done)
@@ -374,6 +387,16 @@ class Episodes:
         if self.reader is None:
             return TurnText.plain(text)
         return self.reader.plain(text)
+
+    def _note_unread_call(self, turn: Turn) -> None:
+        self.unread_calls += 1
+        if self._has_warned_of_calls:
+            return
+        self._has_warned_of_calls = True
+        log.warning(
+            "a tool call can't be read and stays text: %r; further ones are only counted (environment/unread_calls)",
+            turn.text[-_MOST_SHOWN:],
+        )
 
     def _note(self, problem: Problem, fault: EnvironmentFaultError, *, is_last: bool) -> None:
         """Count and log a fault. ``is_last``: whether the episode is given up."""

@@ -31,6 +31,7 @@ from megatron_dppo.environments import (
     Environment,
     EnvironmentFaultError,
     Observation,
+    PolicyFormat,
     Step,
     Turn,
     find_environment,
@@ -71,6 +72,8 @@ class EnvironmentSpec:
         passed_variables: as in EnvironmentConfig.
         sampling: the run's sampling settings by their names in OpenAI's requests. An environment with a method
             ``note_sampling`` receives them: its programs may repeat them in their requests.
+        policy_format: the fields of a PolicyFormat. An environment with a method ``note_policy_format`` receives the
+            PolicyFormat.
     """
 
     name: str
@@ -80,6 +83,7 @@ class EnvironmentSpec:
     largest_bytes: int = 1 << 20
     passed_variables: Sequence[str] = ()
     sampling: Mapping[str, float] = field(default_factory=dict)
+    policy_format: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def variable_names(self) -> list[str]:
@@ -386,6 +390,9 @@ class EnvironmentHost:
         note_sampling = getattr(type(environment), "note_sampling", None)
         if note_sampling is not None:
             note_sampling(environment, self._spec.sampling)
+        note_policy_format = getattr(type(environment), "note_policy_format", None)
+        if note_policy_format is not None:
+            note_policy_format(environment, PolicyFormat(**self._spec.policy_format))
         ids = tuple(problem.pop("prompt_ids"))
         messages = tuple(problem.pop("messages"))
         tools = tuple(problem.pop("tools"))

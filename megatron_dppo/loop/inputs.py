@@ -25,8 +25,9 @@ from megatron_dppo.data.records import DataError
 from megatron_dppo.data.seal import Origin, text_digest
 from megatron_dppo.data.thoughts import DEFAULT_MARKS
 from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.engine.tool_calls import tool_format_of
 from megatron_dppo.engine.turn_text import ResponseReader
-from megatron_dppo.environments import makes_prompts
+from megatron_dppo.environments import PolicyFormat, makes_prompts
 from megatron_dppo.environments.turn_template import TurnTemplate
 from megatron_dppo.rewards.answer_check import bad_answers, refuse_bad_answers, without
 from megatron_dppo.rewards.checked_answers import BadAnswers, handed_over
@@ -44,6 +45,7 @@ class RunData:
         files: maps a training problem to its file.
         turns: the tokens between the turns of an episode; None without an environment.
         reader: reads the text of responses.
+        policy_format: the form in which the policy writes its turns.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -73,6 +75,7 @@ class RunData:
                 is_chat=is_chat,
                 arguments=arguments,
             )
+        self.policy_format = self._policy_format()
         self._sets: dict[str, ProblemSet] = {}
         """The problems of each file. The key is ``_name(file)``."""
         faults: list[str] = []
@@ -246,6 +249,26 @@ class RunData:
             f"({self.train.dropped} prompts are longer than data.max_prompt_tokens = "
             f"{self._config.data.max_prompt_tokens}, {self.train.bad_answers} answers can't be used), expected at "
             f"least rollout.prompts_per_step = {prompts_per_step}: a step would train on a problem twice"
+        )
+
+    def _policy_format(self) -> PolicyFormat:
+        """Return the form of the policy's turns. Raises ToolFormatError if the configured format reads no calls."""
+        environment = self._config.environment
+        data = self._config.data
+        tool_format = None
+        # Only environments that make prompts hand tools to the policy.
+        if data.apply_chat_template and makes_prompts(environment.name):
+            tool_format = tool_format_of(
+                self._tokenizer,
+                environment.options.get("tool_format"),
+                data.chat_template_arguments,
+            )
+        added_tokens = self._tokenizer.added_tokens_decoder.values()
+        return PolicyFormat(
+            tool_format,
+            [str(token) for token in added_tokens],
+            list(self.reader.special_tokens.values()),
+            self.reader.marks,
         )
 
     def _load(self, file: ProblemFile) -> ProblemSet:

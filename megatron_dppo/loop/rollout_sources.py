@@ -81,6 +81,11 @@ def gathered_faults(episodes: Episodes | None) -> Counter[str]:
     return faults
 
 
+def gathered_unread_calls(episodes: Episodes) -> int:
+    """Return the number of turns with unread tool calls, of all ranks since the last call. Collective."""
+    return sum(all_gather_json(episodes.take_unread_calls()))
+
+
 class RolloutSource(Protocol):
     """A source of rollout batches. Every method is collective."""
 
@@ -335,6 +340,7 @@ class GeneratedRollouts:
         faults = gathered_faults(self.episodes)
         if self.episodes is not None:
             figures[metric_names.ENVIRONMENT_FAULTS] = faults.total()
+            figures[metric_names.UNREAD_CALLS] = gathered_unread_calls(self.episodes)
         figures |= rollout_figures.speed_figures(
             figures[metric_names.TOKENS], draft.seconds, draft.waited_s
         )

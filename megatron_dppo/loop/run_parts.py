@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from megatron_dppo.algorithms.algorithm import Algorithm
@@ -110,6 +111,7 @@ def open_episodes(config: TrainConfig, data: RunData) -> Episodes | None:
         environment.memory_gib,
         passed_variables=tuple(environment.passed_variables),
         sampling={"temperature": config.rollout.temperature, "top_p": config.rollout.top_p},
+        policy_format=asdict(data.policy_format),
     )
     max_response_tokens = max(
         config.rollout.max_response_tokens, config.evaluation.max_response_tokens or 0

@@ -386,6 +386,10 @@ ENVIRONMENT_FAULTS = _metric(
     "environment/faults",
     "crashes, time-outs and refused answers of environments since the previous batch",
 )
+UNREAD_CALLS = _metric(
+    "environment/unread_calls",
+    "turns since the previous batch with the beginning of a tool call that can't be read, so that it stayed text",
+)
 TRAINERS_WAITED = _metric(
     "rollout/trainers_waited",
     "share of the time since the previous batch in which trainers waited for responses",

@@ -22,6 +22,7 @@
           MismatchError
           DamagedCheckpointError
       DataError                         a data set can't be used
+        ToolFormatError                 the configured format reads no tool calls of the chat template
         TurnTemplateError               the text that a chat template inserts after a turn depends on earlier messages
       EnvironmentFaultError             an episode's environment failed; the run continues without the episode
       SandboxError                      this machine has no sandbox for the programs of environments

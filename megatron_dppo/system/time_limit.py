@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -118,3 +119,26 @@ def cpu_time_limit(seconds: float) -> Iterator[None]:
 def rendering_limit() -> AbstractContextManager[None]:
     """Return the ``cpu_time_limit`` of one rendering of a chat template: a template is a program, and may never end."""
     return cpu_time_limit(RENDERING_S)
+
+
+@contextmanager
+def interrupting_limit(seconds: float) -> Iterator[None]:
+    """End the block with TimeLimitError when the process has used ``seconds`` of processor time in the block.
+
+    Unlike ``cpu_time_limit``, the limit also interrupts a regular expression. It holds only in the main thread, because
+    Python handles signals there; in other threads the block has no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(number: int, frame: object) -> None:
+        raise TimeLimitError(f"it took more than {seconds:g} s of processor time")
+
+    earlier_handler = signal.signal(signal.SIGVTALRM, on_signal)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, earlier_handler)
