@@ -290,6 +290,11 @@ def makes_prompts(name: str | None) -> bool:
     return name is not None and getattr(find_environment(name), "makes_prompts", False)
 
 
+def reads_tool_calls(name: str | None) -> bool:
+    """Whether the environment receives a PolicyFormat, to read the tool calls in the policy's turns."""
+    return name is not None and hasattr(find_environment(name), "note_policy_format")
+
+
 def check_environment(name: str | None, options: Mapping[str, Any]) -> None:
     """Raise ValueError if the environment does not exist, or does not take these options. None: no environment.
 

@@ -27,7 +27,7 @@ from megatron_dppo.data.thoughts import DEFAULT_MARKS
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.engine.tool_calls import tool_format_of
 from megatron_dppo.engine.turn_text import ResponseReader
-from megatron_dppo.environments import PolicyFormat, makes_prompts
+from megatron_dppo.environments import PolicyFormat, makes_prompts, reads_tool_calls
 from megatron_dppo.environments.turn_template import TurnTemplate
 from megatron_dppo.rewards.answer_check import bad_answers, refuse_bad_answers, without
 from megatron_dppo.rewards.checked_answers import BadAnswers, handed_over
@@ -256,13 +256,18 @@ class RunData:
         environment = self._config.environment
         data = self._config.data
         tool_format = None
-        # Only environments that make prompts hand tools to the policy.
-        if data.apply_chat_template and makes_prompts(environment.name):
-            tool_format = tool_format_of(
-                self._tokenizer,
-                environment.options.get("tool_format"),
-                data.chat_template_arguments,
-            )
+        if data.apply_chat_template and reads_tool_calls(environment.name):
+            try:
+                tool_format = tool_format_of(
+                    self._tokenizer,
+                    environment.options.get("tool_format"),
+                    data.chat_template_arguments,
+                )
+            except ImportError as error:
+                raise DataError(
+                    f"environment.name: {environment.name} reads tool calls by SGLang's parsers, which can't be "
+                    f"imported: {error}"
+                ) from error
         added_tokens = self._tokenizer.added_tokens_decoder.values()
         return PolicyFormat(
             tool_format,

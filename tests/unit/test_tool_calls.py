@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.records import DataError
+from megatron_dppo.engine import tool_parsers
 from megatron_dppo.engine.tool_calls import (
     ReadTurn,
     ToolCall,
@@ -300,3 +302,12 @@ def test_a_run_hands_the_form_of_the_turns_to_its_environment(tmp_path: Path):
     assert run_data(tmp_path, QWEN3, tool_format="qwen25").policy_format.tool_format == "qwen25"
     with pytest.raises(ToolFormatError, match=r"environment\.options\.tool_format: got 'glm45'"):
         run_data(tmp_path, QWEN3, tool_format="glm45")
+
+
+def test_an_agent_without_sglang_is_refused(tmp_path: Path, monkeypatch):
+    def no_folder() -> Path:
+        raise ImportError("no sglang")
+
+    monkeypatch.setattr(tool_parsers, "_sglang_folder", no_folder)
+    with pytest.raises(DataError, match=r"environment\.name: agent.*no sglang"):
+        run_data(tmp_path, QWEN3)
