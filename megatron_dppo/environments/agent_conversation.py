@@ -363,6 +363,10 @@ def _read(turn: Turn, policy_format: PolicyFormat, tools: Sequence[Mapping[str, 
     start, end = answer_bounds(turn.open_thought + text, policy_format.thought_marks)
     start = max(start - len(turn.open_thought), 0)
     end = max(end - len(turn.open_thought), 0)
+    if not text[start:end].strip():
+        # The turn consists of thoughts, so a call in them is lost.
+        lost_turn = tool_format.read(text, tools)
+        return ReadTurn(is_unread=bool(lost_turn.calls) or lost_turn.is_unread)
     read_turn = tool_format.read(text[start:end], tools)
     if any(_is_deeper(dict(call.arguments), _MAX_LEVELS) for call in read_turn.calls):
         return ReadTurn(is_unread=True)

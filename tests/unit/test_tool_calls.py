@@ -252,19 +252,27 @@ FORMAT = PolicyFormat("hermes", special_tokens=["<|special|>"])
 
 
 @pytest.mark.parametrize(
-    ("turn", "content", "calls"),
+    ("turn", "content", "calls", "is_unread"),
     [
-        (Turn(f"I call {HERMES}\n</think>\n\n8", (1,), open_thought="<think>\n"), ..., 0),
-        (Turn(f"I call {HERMES}", (1,), open_thought="<think>\n"), ..., 0),
-        (Turn(f"Sum.\n</think>\n\n{HERMES}", (1,), open_thought="<think>\n"), "Sum.\n</think>", 1),
-        (Turn("so", (1,), special_text=f"so<|special|> {HERMES}"), "so", 1),
+        (Turn(f"I call {HERMES}\n</think>\n\n8", (1,), open_thought="<think>\n"), ..., 0, False),
+        (Turn(f"I call {HERMES}", (1,), open_thought="<think>\n"), ..., 0, True),
+        (Turn("I call.", (1,), open_thought="<think>\n"), ..., 0, False),
+        (
+            Turn(f"Sum.\n</think>\n\n{HERMES}", (1,), open_thought="<think>\n"),
+            "Sum.\n</think>",
+            1,
+            False,
+        ),
+        (Turn("so", (1,), special_text=f"so<|special|> {HERMES}"), "so", 1, False),
     ],
 )
-def test_a_call_in_a_thought_is_no_call(turn, content, calls):
+def test_a_call_in_a_thought_is_no_call(turn, content, calls, is_unread):
+    """A turn that ends in a thought with a call counts as unread."""
     read_turn = _read(turn, FORMAT, TOOLS)
     message = _message_of(turn, 0, read_turn, FORMAT)
     assert message["content"] == (turn.text if content is ... else content)
     assert (len(read_turn.calls), len(message.get("tool_calls", ()))) == (calls, calls)
+    assert read_turn.is_unread is is_unread
 
 
 def test_an_agent_reads_the_final_channel():
