@@ -26,7 +26,7 @@ from megatron_dppo.config.layout import missing_weights
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import INTERRUPTED, aligned, configure_logging, fatal
 from megatron_dppo.metrics.records import SAMPLES_FILE
-from megatron_dppo.own_fleet import OwnFleet, own_fleet
+from megatron_dppo.own_fleet import OwnFleet, own_fleet, own_fleet_faults
 from megatron_dppo.system.arguments import finite_number
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.secret_variables import hide_secrets
@@ -111,7 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_config(config, options.config)
         checkpoints = [str(folder) for folder in options.checkpoint]
         checkpoints = checkpoints or [config.model.hf_checkpoint]
-        faults = [*_faults(config, checkpoints), *_judged_set_faults(config, options.alpaca_eval)]
+        faults = [
+            *own_fleet_faults(config),
+            *_faults(config, checkpoints),
+            *_judged_set_faults(config, options.alpaca_eval),
+        ]
         if faults:
             raise ConfigError(faults, options.config)
         out = Path(options.out or Path(config.run.directory) / "evaluation")

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dppo.config.machine import this_machine
+from megatron_dppo.config.errors import given
+from megatron_dppo.config.machine import passed_variable_faults, this_machine
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION, ServerSections, free_server_port
 from megatron_dppo.engine.process import EngineProcess, Runtime, local_launcher
@@ -36,17 +37,29 @@ class GenerationError(RunError):
     """The servers return no responses; the message says why."""
 
 
+def own_fleet_faults(config: TrainConfig) -> Iterator[str]:
+    """Report settings with which this process can't serve a checkpoint by itself."""
+    if config.engine.servers_to_start == 0:
+        yield (
+            f"engine.servers: got {given(config.engine.servers)} with engine.urls {config.engine.urls}, expected at "
+            "least 1: the checkpoint is served by servers that this command starts"
+        )
+    if config.engine.quantization is not None:
+        yield (
+            f"engine.quantization: got {config.engine.quantization}, expected null: servers without a trainer serve "
+            f"the weights of model.hf_checkpoint ({config.model.hf_checkpoint}), which are not quantised"
+        )
+    yield from passed_variable_faults(config)
+
+
 @contextmanager
 def own_fleet(config: TrainConfig, logs: Path) -> Iterator[OwnFleet]:
     """Start the servers of ``config``, with logs in the folder ``logs``, and end them at the end of the block.
 
-    Raises GenerationError for quantised servers, whose weights only a trainer's update could provide.
+    Raises GenerationError with ``own_fleet_faults``.
     """
-    if config.engine.quantization is not None:
-        raise GenerationError(
-            f"engine.quantization: got {config.engine.quantization}, expected null: servers without a trainer serve "
-            f"the weights of model.hf_checkpoint ({config.model.hf_checkpoint}), which are not quantised"
-        )
+    if faults := list(own_fleet_faults(config)):
+        raise GenerationError("; ".join(faults))
     with _servers(config, logs) as members:
         fleet = OwnFleet(config, members)
         try:

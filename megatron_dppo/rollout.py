@@ -25,7 +25,7 @@ from megatron_dppo.config.layout import missing_weights
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import INTERRUPTED, configure_logging, fatal
 from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER
-from megatron_dppo.own_fleet import OwnFleet, own_fleet
+from megatron_dppo.own_fleet import OwnFleet, own_fleet, own_fleet_faults
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import folder_fault, write_atomically
 from megatron_dppo.system.secret_variables import hide_secrets
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config, overrides)
         check_config(config, options.config)
         out = Path(options.out or config.run.directory)
-        faults = list(_faults(config, out))
+        faults = [*own_fleet_faults(config), *_faults(config, out)]
         if faults:
             raise ConfigError(faults, options.config)
         return _generate(config, out)

@@ -6,6 +6,7 @@ options of libraries, before any process starts.
 
 from __future__ import annotations
 
+import math
 import re
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -161,6 +162,7 @@ LONGEST_PROSE = 65536
 PROSE = {"data.system_prompt", "data.prompt_template", "rollout.stop", "prologue"}
 """Keys whose text is for the model, or is a script (``prologue`` of Slurm's site file). It may have several lines."""
 LARGEST_NUMBER = 2**63 - 1
+LARGEST_FLOAT = 3e38
 SPARE_POSITIONS = 2
 """Positions that SGLang 0.5.23 leaves unused at the end of its context and of its cache. ``max_req_len`` is the length
 of the shorter of the two, minus 1 (``tp_worker.py``). A response is truncated one position before ``max_req_len``
@@ -384,6 +386,10 @@ def _value_fault(key: str, value: Any) -> str | None:
             return f"got {len(value)} characters, expected at most {max_characters}"
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
         return f"got {given(value)}, expected at most {LARGEST_NUMBER}"
+    if isinstance(value, float) and math.isfinite(value) and abs(value) > LARGEST_FLOAT:
+        return (
+            f"got {given(value)}, expected at most {LARGEST_FLOAT:g}: float32 has no larger numbers"
+        )
     is_time = key.endswith("_s")
     if isinstance(value, int | float) and is_time and value > LONGEST_WAIT_S:
         return f"got {given(value)}, expected at most {LONGEST_WAIT_S} s: clocks can't wait longer"
@@ -472,6 +478,7 @@ def check_config(
             config.environment, algorithm.name, config.data.max_prompt_tokens, rollout
         ),
         _sandbox_paths(config.environment, config.run.directory),
+        _passed_names(config),
     )
     faults: list[str] = []
     for check in checks:
@@ -702,6 +709,14 @@ def _overlap(rollout: schema.RolloutConfig, lora: schema.LoraConfig) -> layout.F
             f"rollout.oversampling: got {rollout.oversampling}, expected 1 without "
             "rollout.drop_zero_variance_groups: the surplus would be generated for nothing"
         )
+
+
+def _passed_names(config: schema.TrainConfig) -> layout.Faults:
+    """Report texts in lists of variables that can't be the name of one."""
+    for key, names in config.passed_variables().items():
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                yield f"{key}: got {given(name)}, expected the name of an environment variable, without its value"
 
 
 def _sandbox_paths(environment: EnvironmentConfig, run_directory: str) -> layout.Faults:

@@ -113,6 +113,14 @@ def this_machine() -> Machine:
     )
 
 
+def passed_variable_faults(config: TrainConfig) -> Iterator[str]:
+    """Report variables that processes of the run should receive and that are not set here."""
+    for key, names in config.passed_variables().items():
+        for name in names:
+            if name not in os.environ:
+                yield f"{key}: got {given(name)}, which is not set, expected a variable of this environment"
+
+
 def has_server_sizes(sglang: Mapping[str, Any]) -> bool:
     """Whether every size of a server in the ``sglang:`` table is a number, or left to SGLang."""
     return not any(server_size_faults(sglang))
@@ -141,6 +149,7 @@ def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
         yield from _server_faults(engine)
         if sync.strategy == "disk":
             folders["weight_sync.directory"] = sync.directory or "/dev/shm"
+    yield from passed_variable_faults(config)
     for key, folder in folders.items():
         if fault := folder_fault(Path(folder)):
             yield f"{key}: {fault}, expected a folder of your own"

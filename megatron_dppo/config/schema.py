@@ -236,7 +236,7 @@ class AlgorithmConfig(Section):
     """Tokens before ``rollout.max_response_tokens`` over which a penalty on the reward rises linearly from 0 to 1
     (DAPO's soft overlong penalty). 0: no penalty. ``truncated_responses`` changes the reward before the penalty does.
     """
-    length_penalty: float = Field(default=0.0, ge=0)
+    length_penalty: float = Field(default=0.0, ge=0, le=1e18)
     """Reward that a response of ``rollout.max_response_tokens`` tokens loses; a shorter response loses less, in
     proportion to its length.
     """
@@ -635,6 +635,17 @@ class PolicyConfig(Section):
     def router_replay(self) -> bool:
         """Whether routers use the recorded choices of the engine."""
         return False
+
+    def passed_variables(self) -> dict[str, list[str]]:
+        """Return each list of environment variables that processes of the run receive, by its key."""
+        lists = {
+            "engine.passed_variables": self.engine.passed_variables,
+            "environment.passed_variables": self.environment.passed_variables,
+            "reward.passed_variables": self.reward.passed_variables,
+        }
+        for name, term in self.reward.further.items():
+            lists[f"reward.further.{name}.passed_variables"] = term.passed_variables
+        return lists
 
     @property
     def keeps_reference(self) -> bool:

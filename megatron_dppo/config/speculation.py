@@ -76,7 +76,22 @@ def table_faults(table: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+NGRAM_SIZES: Mapping[str, tuple[int, int]] = {
+    "speculative_num_draft_tokens": (2, 256),
+    "speculative_ngram_min_bfs_breadth": (1, 256),
+    "speculative_ngram_max_bfs_breadth": (1, 256),
+    "speculative_ngram_max_trie_depth": (1, 1024),
+    "speculative_ngram_capacity": (1, 10**9),
+}
+"""Sizes of n-gram drafts -> the least and the most. A draft token is a row of every verification, and of its tree."""
+
+
 def _ngram_faults(table: Mapping[str, Any]) -> Iterator[str]:
+    for option, (least, most) in NGRAM_SIZES.items():
+        size = table.get(option)
+        # Another check reports values that are no whole numbers.
+        if isinstance(size, int) and not least <= size <= most:
+            yield f"sglang.{option}: got {size}, expected {least} to {most}"
     breadth = table.get("speculative_ngram_max_bfs_breadth")
     if breadth == 1:
         yield (

@@ -15,8 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_dppo.config import load_config
+from megatron_dppo.config.machine import machine_faults, this_machine
+from megatron_dppo.evaluate import main as evaluate_main
 from megatron_dppo.logging import FatalError
+from megatron_dppo.rollout import main as rollout_main
 from megatron_dppo.train import main
+from tests.messages import mentions
 from tests.tiny_models import save_tiny_model
 
 SECONDS = 5.0
@@ -151,6 +156,39 @@ CONFIGURATIONS: dict[str, tuple[Change, str]] = {
     "no number": (setting("optimizer.lr", float("nan")), "optimizer.lr"),
     "a deep list": (setting("rollout.stop_token_ids", DEEP), "rollout.stop_token_ids"),
     "a deep table": (setting("megatron.num_layers", DEEP), "megatron"),
+    "a penalty of 1e308": (setting("algorithm.length_penalty", 1e308), "algorithm.length_penalty"),
+    "a penalty of 1e30": (setting("algorithm.length_penalty", 1e30), "algorithm.length_penalty"),
+    "a KL factor of 1e308": (setting("algorithm.reference_kl", 1e308), "algorithm.reference_kl"),
+    "a rate of 1e308": (setting("optimizer.lr", 1e308), "optimizer.lr"),
+    "a variable with its value": (
+        setting("reward.passed_variables", ["A=B"]),
+        "reward.passed_variables",
+    ),
+    "an empty variable": (
+        setting("environment.passed_variables", [""]),
+        "environment.passed_variables",
+    ),
+    "a variable with a space": (
+        setting("engine.passed_variables", ["A B"]),
+        "engine.passed_variables",
+    ),
+    "a million drafts": (
+        lambda t: t.__setitem__(
+            "sglang", {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 10**6}
+        ),
+        "sglang.speculative_num_draft_tokens",
+    ),
+    "no drafts": (
+        lambda t: t.__setitem__(
+            "sglang", {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": -1}
+        ),
+        "sglang.speculative_num_draft_tokens",
+    ),
+    "an expert split that is no number": (
+        setting("sglang.ep_size", float("nan")),
+        "sglang.ep_size",
+    ),
+    "an endless split": (setting("sglang.tp_size", float("inf")), "sglang.tp_size"),
     "an engine split of 3": (setting("sglang.tp_size", 3), "sglang.tp_size"),
     "an engine split of 0": (setting("sglang.tp_size", -1), "sglang.tp_size"),
     "a worded split": (setting("sglang.tp_size", "two"), "sglang.tp_size"),
@@ -173,6 +211,36 @@ def test_hostile_configurations(name, valid_tree, tmp_path, capsys):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
     assert expected in refusal(path, [], capsys)
+
+
+def test_a_variable_that_is_not_set_is_a_fault_of_the_machine(valid_tree, tmp_path, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    tree = copy.deepcopy(valid_tree)
+    tree["reward"]["further"] = {
+        "second": {"name": "exact_integer", "passed_variables": ["NO_SUCH_KEY"]}
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    config = load_config(path)
+    key = "reward.further.second.passed_variables"
+    assert any(mentions(f, key, "NO_SUCH_KEY") for f in machine_faults(config, this_machine()))
+    monkeypatch.setenv("NO_SUCH_KEY", "x")
+    assert not any(mentions(f, key) for f in machine_faults(config, this_machine()))
+
+
+@pytest.mark.parametrize("command", [evaluate_main, rollout_main])
+@pytest.mark.parametrize("words", [["engine.servers=0"], ["engine.urls=[http://a:1]"]])
+def test_commands_with_servers_of_their_own_refuse_a_run_without_one(
+    command, words, valid_tree, tmp_path, capsys
+):
+    tree = copy.deepcopy(valid_tree)
+    tree["data"]["evaluation"] = {"held_out": tree["data"]["train"]}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    with pytest.raises(FatalError):
+        command([str(path), *words, "--out", str(tmp_path / "out")])
+    assert "engine.servers: got" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 TEXTS: dict[str, bytes] = {
