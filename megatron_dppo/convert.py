@@ -82,7 +82,9 @@ def parser() -> argparse.ArgumentParser:
         )
     text = "Hugging Face -> Hugging Face with block-FP8 weights, as servers with engine.quantization=fp8 hold them"
     command("hf-to-fp8", _hf_to_fp8, text, hf="the unquantised folder", out=new_folder_help)
-    text = "prove Hugging Face -> Megatron -> Hugging Face byte-identical"
+    text = (
+        "prove that every tensor is byte-identical after Hugging Face -> Megatron -> Hugging Face"
+    )
     converted = "folder made by hf-to-megatron"
     command("verify", _verify, text, hf="the original folder", megatron=converted)
     text = "prove that engines get every weight from a trainer's layout, and count the bytes; needs no weights"

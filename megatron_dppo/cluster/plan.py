@@ -80,10 +80,27 @@ def print_plan(console: Console, plan: RunPlan) -> None:
     print_verdict(console, plan)
 
 
+LEAST_SPARE = 0.02
+"""Share of a memory below which a plan that fits is a warning: the estimates are not that exact."""
+
+
+def verdict_of(plan: RunPlan) -> str:
+    """Return in words that the plan fits, and by how little."""
+    use = plan.fullest_memory
+    spare = 1 - use.share
+    text = f"{gib(use.size - use.used)} ({spare:.1%}) of the {gib(use.size)} of the {use.name} are spare."
+    if spare >= LEAST_SPARE:
+        return f"It fits: {text}"
+    return (
+        f"It fits on paper only: {text} That is less than the estimate's error, expected at least "
+        f"{LEAST_SPARE:.0%}: change the layout, or lower sglang.mem_fraction_static or training.micro_batch_tokens"
+    )
+
+
 def print_verdict(console: Console, plan: RunPlan) -> None:
     """Print that the plan fits, with its limits, or print all of its faults."""
     if plan.fits:
-        console.print("It fits.", highlight=False)
+        console.print(verdict_of(plan), highlight=False, soft_wrap=True)
         console.print(f"Limits: {plan.memory_limit}; {plan.time_limit}.", highlight=False)
         return
     console.print("It can't work:", highlight=False)

@@ -41,7 +41,7 @@ from megatron_dppo.metrics.records import (
     step_of,
 )
 from megatron_dppo.metrics.row import Dtype, Metric, Stroke
-from megatron_dppo.metrics.summary import RunInfo, add_metrics_of
+from megatron_dppo.metrics.summary import RunInfo, add_metrics_of, differing_keys
 from megatron_dppo.metrics.table import BY_METRIC, METRICS, own_metrics
 from megatron_dppo.system.files import atomic_file
 
@@ -749,7 +749,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; exits with status 2 and a message if a run cannot be drawn."""
     parser = argparse.ArgumentParser(
         prog="megatron-dppo report",
-        description="Draw a run, or compare several.",
+        description="Draw a run, or compare several and list the keys in which they differ.",
     )
     parser.add_argument("directories", nargs="+", metavar="DIR", help="folder of a run")
     parser.add_argument(
@@ -765,6 +765,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             output = Path(options.directories[0]) / REPORT_FILE
     try:
         print(write_comparison(options.directories, output))
+        for key, values in differing_keys(options.directories).items():
+            print(f"{key}: {' | '.join(values)}")
     except (ValueError, OSError) as error:
         fatal(str(error))
 

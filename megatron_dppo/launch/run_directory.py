@@ -5,6 +5,7 @@
       lease.json, lease/     held by the supervisor; see megatron_dppo/system/lease.py
       engine/...             the servers; see megatron_dppo/fleet/record.py
       starts                 the number of starts of the run, for the engine's seed
+      start_folder           the folder that the run was started in, in which its relative paths begin
       stop                   on several hosts: requests that the ranks end their step and save a checkpoint
       logs/rank<N>.out       standard output and error of rank N
       logs/<server>-<I>.log  output of the I-th incarnation of a server or of the router
@@ -15,6 +16,7 @@ Files are renamed into place, so a reader sees a whole file or none.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from megatron_dppo.config.loading import resolved_yaml
@@ -69,6 +71,7 @@ class RunDirectory:
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
             make_private_folder(self.path / "engine")
             self.lease.take()
+            write_atomically(self.path / records.START_FOLDER_FILE, f"{os.getcwd()}\n")
         except LeaseError as error:
             raise LaunchError(
                 f"run.directory: {self.path}: {error}, or choose another run.directory"

@@ -32,6 +32,8 @@ from megatron_dppo.system.files import atomic_file, unused_path, write_atomicall
 CONFIG_FILE = "config.yaml"
 """The resolved configuration in a run's folder."""
 RECORDS_FILE = "metrics.jsonl"
+START_FOLDER_FILE = "start_folder"
+"""File with the folder that the run was started in: the relative paths of ``config.yaml`` begin there."""
 MASKED_TOKENS_FILE = "masked_tokens.jsonl"
 """Tokens that the trust region masked, one line for each step."""
 SAMPLES_FILE = "samples.jsonl"

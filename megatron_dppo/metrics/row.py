@@ -29,6 +29,7 @@ class NormalRange:
         high_bf16: upper bound for bfloat16 weights: their rounding makes the value larger. None: ``high``.
         high_fp8: upper bound for servers with FP8 weights; None: ``high_bf16``.
         most_drop, most_rise: smallest and largest normal ratio of the value to its mean over the last steps.
+        high_first: upper bound in the first steps, which have no such mean yet.
     """
 
     label: str
@@ -39,6 +40,7 @@ class NormalRange:
     high_fp8: float | None = None
     most_drop: float = 0.0
     most_rise: float = math.inf
+    high_first: float = math.inf
 
     def upper(self, dtype: Dtype) -> float:
         """Return the upper bound for a policy held in ``dtype``."""

@@ -138,7 +138,19 @@ class NormalityCheck:
             return f"expected {metric.range_text(self.dtype)}{dtype_text}"
         history = self._history[metric.name]
         if len(history) < HISTORY:
-            return ""
+            if value <= normal.high_first:
+                return ""
+            return f"expected at most {metric.show(normal.high_first)} in the first {HISTORY} steps"
+        return self._judge_by_history(metric, normal, value, history)
+
+    def _judge_by_history(
+        self,
+        metric: metric_table.Metric,
+        normal: metric_table.NormalRange,
+        value: float,
+        history: deque[float],
+    ) -> str:
+        """Return the finding about ``value`` and its mean over the steps before; empty if it is normal."""
         recent_mean = fmean(history)
         # A ratio to a mean of zero or below says nothing.
         if recent_mean <= 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -107,6 +107,32 @@ def saved_config(directory: str | Path) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected the resolved configuration of a run")
     return config
+
+
+def differing_keys(directories: Sequence[str | Path]) -> dict[str, list[str]]:
+    """Return the keys in which the runs' configurations differ, with each run's value as text, in the runs' order.
+
+    The runs' own folders are left out. A run without a ``config.yaml`` has no values: the result is then empty. Raises
+    ValueError as ``saved_config``.
+    """
+    configs: list[dict[str, Any]] = []
+    for directory in directories:
+        config = saved_config(directory)
+        if config is None:
+            return {}
+        configs.append(dict(_flat(config, "")))
+    keys = dict.fromkeys(key for config in configs for key in config if key != "run.directory")
+    texts = {key: [str(config.get(key, "not set")) for config in configs] for key in keys}
+    return {key: values for key, values in texts.items() if len(set(values)) > 1}
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested tables with its dotted key."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def add_metrics_of(directory: str | Path) -> None:

@@ -427,8 +427,11 @@ GRAD_NORM = _metric(
     normal=NormalRange(
         "gradient norm",
         "The norm jumped to several times its recent size: a few tokens dominate the batch. Clipping "
-        "bounds the effect of one jump; many jumps in a row often precede a collapse.",
+        "bounds the effect of one jump; many jumps in a row often precede a collapse. In the first steps, a large norm "
+        "comes from the model or the data: rows of zeros in the embedding, another dtype, a wrong checkpoint. The "
+        "bound of the first steps is this project's choice.",
         most_rise=5.0,
+        high_first=100.0,
     ),
 )
 GRAD_NORM_MAX = _metric(
@@ -694,7 +697,10 @@ def reference() -> str:
 def _normal_text(row: Metric) -> str:
     """Return a metric's normal range in float32. The ranges in bfloat16 and FP8 follow in brackets if they differ."""
     if row.normal is not None and math.isfinite(row.normal.most_rise):
-        return f"at most {row.normal.most_rise:g} times the mean of the steps before"
+        text = f"at most {row.normal.most_rise:g} times the mean of the steps before"
+        if math.isfinite(row.normal.high_first):
+            text += f"; in the first steps at most {row.normal.high_first:g}"
+        return text
     if row.normal is not None and row.normal.most_drop:
         return f"at least {row.normal.most_drop:g} of the mean of the steps before"
     float32_range = row.range_text("float32")

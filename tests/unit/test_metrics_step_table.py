@@ -88,6 +88,12 @@ def test_an_unusual_figure_is_marked_each_time_and_explained_once():
     assert text.count(explanation) == 1
 
 
+def test_a_large_gradient_norm_of_the_first_steps_is_marked():
+    check = NormalityCheck("float32")
+    assert check.compare({names.GRAD_NORM: 99.0}) == {}
+    assert "at most 100 in the first" in check.compare({names.GRAD_NORM: 402.0})[names.GRAD_NORM]
+
+
 def test_every_marked_column_has_a_normal_range_or_needs_none():
     unbounded_metrics = {names.REWARD, names.RESPONSE_LENGTH, names.TOKENS_PER_SECOND}
     marked = {c.metric for c in COLUMNS if c.metric.startswith(("policy/", "mask/", "optimizer/"))}

@@ -26,6 +26,10 @@ if [ -f "$stamp" ]; then
 elif [ -n "$(ls -A .venv 2>/dev/null)" ]; then
   stop ".venv was not made by make setup, or its making was interrupted long ago: nothing is installed over it; remove it (rm -rf .venv), or run with its own .venv/bin/python what you want to run"
 fi
+# The environment behind a link is another clone's if it was made for one: it is left as it is.
+if [ -L .venv ] && [ -n "$there" ] && [ -d "$place" ] && [ "$place" != "$here" ]; then
+  stop ".venv is a link to $(readlink -f .venv), the environment of the clone $place: nothing of it is changed. Remove the link (rm .venv) for an environment of this clone, or run with .venv/bin/python what you want to run"
+fi
 kind=${1:-${there:-cpu}}
 case "${there:-$kind}-$kind" in
   cpu-gpu) stop ".venv is the environment without GPUs, and nothing is installed over it: remove it (rm -rf .venv) and run make setup GPU=1, or use a clone for each" ;;

@@ -30,6 +30,20 @@ from megatron_dppo.model.families import load_model_shape
 
 
 @dataclass(frozen=True)
+class MemoryUse:
+    """A kind of memory, with the bytes that the fullest of its kind uses, of the bytes that it has."""
+
+    name: str
+    used: float
+    size: float
+
+    @property
+    def share(self) -> float:
+        """The used share."""
+        return self.used / self.size
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """The plan of a run.
 
@@ -103,14 +117,25 @@ class RunPlan:
         return max(self.ranks, key=lambda rank: rank.total)
 
     @property
+    def fullest_memory(self) -> MemoryUse:
+        """The memory with the largest used share."""
+        gpu = self.cluster.device.memory
+        uses = [MemoryUse(f"GPUs of trainer stage {self.fullest.stage}", self.fullest.total, gpu)]
+        for shared in self.shared:
+            for moment, used in (
+                ("while ranks train", shared.training),
+                ("while servers generate", shared.generating),
+                ("during a weight update", shared.updating),
+            ):
+                uses.append(MemoryUse(f"shared GPUs {moment}", used, gpu))
+        for host in self.hosts:
+            uses.append(MemoryUse("hosts", host.total, self.cluster.node_memory))
+        return max(uses, key=lambda use: use.share)
+
+    @property
     def memory_limit(self) -> str:
         """The memory with the largest used share, as a text of one line."""
-        device = self.cluster.device
-        shares = {f"GPUs of trainer stage {self.fullest.stage}": self.fullest.total / device.memory}
-        if self.hosts:
-            shares["hosts"] = max(host.total for host in self.hosts) / self.cluster.node_memory
-        name = max(shares, key=lambda key: shares[key])
-        return f"memory of the {name}, {shares[name]:.0%} full"
+        return f"memory of the {self.fullest_memory.name}, {self.fullest_memory.share:.0%} full"
 
     @property
     def time_limit(self) -> str:

@@ -60,7 +60,12 @@ def _submit(options: argparse.Namespace) -> int:
 
 def _add_submission_arguments(parser: argparse.ArgumentParser) -> None:
     _add_recipe_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="show everything and submit nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the job and its faults, and submit nothing"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="also print the resolved configuration and site"
+    )
     parser.add_argument(
         "--rehearse",
         action="store_true",

@@ -539,13 +539,14 @@ def submit(options: argparse.Namespace) -> int:
     if submission is not None:
         print(f"run directory: {submission.directory}\n")
         print(f"{submission.placement.table()}\n\n{memory}\n")
-    if options.dry_run:
-        verdict = ["would be refused:", *faults] if faults else ["would be submitted"]
-        print("verdict:", "\n  ".join(verdict))
-        print(f"\n# {CONFIG_FILE}\n{resolved_yaml(config)}")
+    if options.print_config:
+        print(f"# {CONFIG_FILE}\n{resolved_yaml(config)}")
         print(f"# {SITE_FILE}\n{resolved_yaml(site)}")
     if submission is not None and options.dry_run:
         print(shlex.join(submission.command(options.sbatch)), flush=True)
+    if options.dry_run and not faults:
+        print("verdict: would be submitted", flush=True)
+    # The faults come last, below everything else on the screen.
     if faults:
         raise ConfigError(faults, f"{options.recipe} would be refused")
     assert submission is not None

@@ -69,6 +69,14 @@ if TYPE_CHECKING:
     from megatron_dppo.diagnostics.doctor.reference import KnownWeights
 
 
+def _with_absolute_folder(text: str) -> str:
+    """Return ``VERSION=FOLDER`` with an absolute folder: the command changes to the run's start folder."""
+    version, separator, folder = text.partition("=")
+    if not separator:
+        return text
+    return f"{version}={Path(folder).absolute()}"
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options of the command."""
     parser = batch_parser("doctor", str(__doc__))
@@ -76,6 +84,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--weights",
         action="append",
         default=[],
+        type=_with_absolute_folder,
         metavar="VERSION=FOLDER",
         help="Hugging Face folder, or checkpoint, of the policy after VERSION steps",
     )

@@ -18,6 +18,7 @@ transformers, in float32 on the CPU, one response at a time.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import (
     CONFIG_FILE,
     ROLLOUTS_FOLDER,
+    START_FOLDER_FILE,
     read_records,
     saved_batch_step,
     saved_batch_steps,
@@ -335,11 +337,28 @@ def run_batch_command(
     try:
         if options.limit < 0:
             raise ValueError(f"--limit {options.limit}: expected 0 (all) or more")
+        enter_start_folder(options)
         act(options)
     except (OSError, RunError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def enter_start_folder(options: argparse.Namespace) -> None:
+    """Change to the folder that the run was started in: relative paths of its configuration begin there.
+
+    The paths among ``options`` become absolute first. The current folder stays if the run has not stored a folder, or
+    if the stored folder is not on this machine.
+    """
+    for name, value in vars(options).items():
+        if isinstance(value, Path):
+            setattr(options, name, value.absolute())
+    file = options.run / START_FOLDER_FILE
+    if file.is_file():
+        folder = Path(file.read_text(encoding="utf-8").strip())
+        if folder.is_dir():
+            os.chdir(folder)
 
 
 def show_facts(title: str, facts: Sequence[str], *, width: int) -> Console:

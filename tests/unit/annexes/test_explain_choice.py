@@ -2,16 +2,18 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.diagnostics.explain.__main__ import chosen_step
+from megatron_dppo.diagnostics.explain.__main__ import chosen_step, enter_start_folder
 from megatron_dppo.diagnostics.explain.explanation import Token
 from megatron_dppo.diagnostics.explain.page import notable_table
 from megatron_dppo.diagnostics.explain.seen_step import SeenStep
+from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.metrics.records import RECORDS_FILE, ROLLOUTS_FOLDER
 
 
@@ -70,6 +72,21 @@ def test_the_default_step_is_the_last_with_a_blocked_token(tmp_path, masked, ste
     assert words in title_words
     options.step = 3
     assert chosen_step(options) == (3, "")
+
+
+def test_a_saved_run_is_read_from_any_folder(tmp_path, monkeypatch):
+    start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
+    for folder in (start, elsewhere):
+        folder.mkdir()
+    monkeypatch.chdir(start)
+    with RunDirectory("run"):
+        pass
+    monkeypatch.chdir(elsewhere)
+    options = argparse.Namespace(run=Path("../start/run"), csv=Path("tokens.csv"), step=None)
+    enter_start_folder(options)
+    assert Path.cwd() == start
+    assert options.run.resolve() == start / "run"
+    assert options.csv == elsewhere / "tokens.csv"
 
 
 def token(response: int, pi: float) -> Token:

@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.lines import Line2D
 
+from megatron_dppo.config import TrainConfig
+from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.diagnostics.report import (
     MOST_PHASES,
     REST,
@@ -33,12 +35,14 @@ from megatron_dppo.metrics.records import RecordsError, encode_record
 from megatron_dppo.metrics.summary import (
     RunInfo,
     describe_layout,
+    differing_keys,
     summarize,
     window_of,
     write_summary,
 )
 from megatron_dppo.metrics.table import BY_METRIC, METRICS
 from tests.messages import mentioning, mentions
+from tests.unit.config_files import minimal
 
 ONE_RANK = {
     "world_size": 1,
@@ -357,3 +361,19 @@ def test_a_run_without_a_trained_step_has_no_summary(tmp_path):
         summarize([{"step": 0}], INFO)
     with pytest.raises(RecordsError):
         write_summary(tmp_path, INFO)
+
+
+def test_a_comparison_lists_the_keys_in_which_the_runs_differ(tmp_path, capsys):
+    folders = []
+    for seed, lr in ((1, 1e-4), (2, 1e-4)):
+        folder = tmp_path / f"run{seed}"
+        folder.mkdir()
+        tree = minimal(tmp_path)
+        tree["run"] |= {"seed": seed, "directory": str(folder)}
+        tree["optimizer"]["lr"] = lr
+        (folder / "config.yaml").write_text(resolved_yaml(TrainConfig.model_validate(tree)))
+        (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+        folders.append(str(folder))
+    main([*folders, "--output", str(tmp_path / "both.png")])
+    assert capsys.readouterr().out.splitlines()[1:] == ["run.seed: 1 | 2"]
+    assert differing_keys([folders[0], tmp_path]) == {}

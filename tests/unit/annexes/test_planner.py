@@ -13,6 +13,7 @@ from megatron_dppo.cluster import plan as command
 from megatron_dppo.cluster.plan import bars, print_plan
 from megatron_dppo.cluster.planner.activations import activation_bytes, layer_bytes
 from megatron_dppo.cluster.planner.batch_memory import column_bytes, routing_bytes_per_token
+from megatron_dppo.cluster.planner.colocation import SharedBytes
 from megatron_dppo.cluster.planner.communicators import (
     PER_COMMUNICATOR,
     engine_communicator_bytes,
@@ -689,6 +690,25 @@ def test_a_proposal_names_no_value_that_the_recipe_has_already(given, is_suggest
         assert changed.model_dump() != base.model_dump()
 
 
+@pytest.mark.parametrize(
+    ("spare", "words"), [(0.021, "It fits: "), (0.019, "It fits on paper only")]
+)
+def test_the_verdict_says_by_how_little_the_plan_fits(spare, words):
+    plan = plan_run(facts(), H100)
+    device = replace(H100.device, memory=int(plan.fullest.total / (1 - spare)))
+    tight_plan = replace(plan, cluster=replace(H100, device=device), hosts=(), shared=())
+    verdict = command.verdict_of(tight_plan)
+    assert verdict.startswith(words)
+    assert f"({spare:.1%}) of the" in verdict
+
+
+def test_the_fullest_memory_may_be_that_of_generation():
+    plan = plan_run(facts(), H100)
+    shared = SharedBytes((), 0, 0, training=1, generating=H100.device.memory - 2**20, updating=1)
+    use = replace(plan, shared=(shared,)).fullest_memory
+    assert use.name == "shared GPUs while servers generate"
+
+
 def test_bars_of_a_picture_add_up_to_the_plan():
     plan = plan_run(facts(), H100)
     segments = bars(plan)
@@ -707,7 +727,7 @@ def test_the_command_prints_every_part_and_exits_0(capsys, monkeypatch):
     assert command.main(words) == 0
     out = capsys.readouterr().out
     for part in ("Roles of the GPUs", "A trainer rank's GPU", "A server's GPU", "Host memory", "Transfers",
-                 "after a rank's death", "A step, seconds", "It fits."):  # fmt: skip
+                 "after a rank's death", "A step, seconds", "It fits: "):  # fmt: skip
         assert part in out
     assert command.main([*words, "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)

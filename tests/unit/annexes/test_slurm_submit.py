@@ -164,11 +164,16 @@ def test_a_run_whose_job_waits_is_not_submitted_again(tmp_path, sbatch, capsys):
 
 def test_a_dry_run_shows_all_and_leaves_nothing(tmp_path, sbatch, capsys):
     path = write_config(tmp_path, minimal(tmp_path))
-    assert main(["submit", "--dry-run", str(path), "run.steps=7"]) == 0
+    words = ["submit", "--dry-run", str(path), "run.steps=7"]
+    assert main([*words, "--print-config"]) == 0
     output = capsys.readouterr().out
     assert "steps: 7" in output
     assert "checkpoint_margin_s: 900" in output
     assert "sbatch --parsable" in output
+    assert main(words) == 0
+    output = capsys.readouterr().out
+    assert "steps: 7" not in output
+    assert output.endswith("verdict: would be submitted\n")
     assert not sbatch.exists()
     assert not (tmp_path / "run").exists()
 
@@ -189,19 +194,16 @@ def test_a_dry_run_shows_placement_and_command_also_where_something_is_missing(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_plans_memory_without_weights_and_says_so_before_the_configuration(
-    tmp_path, sbatch, capsys
-):
+def test_a_dry_run_plans_memory_without_weights_and_ends_with_its_faults(tmp_path, sbatch, capsys):
     """Neither the weights of the known model nor its data are here. Its config.json is enough for the plan."""
     recipe = RECIPES / "qwen3_30b_a3b_base_r3.yaml"
     words = ["--dry-run", str(recipe), "--set=gpu=h100", f"run.directory={tmp_path / 'run'}"]
     with pytest.raises(SystemExit):
         main(["submit", *words])
-    output = capsys.readouterr().out
-    verdict, _, resolved = output.partition("# submitted.yaml")
-    assert "memory: fits on 4 x 8 H100" in verdict
-    assert "\n  model.hf_checkpoint: " in verdict
-    assert "hf_checkpoint" in resolved
+    output, error = capsys.readouterr()
+    assert "memory: fits on 4 x 8 H100" in output
+    assert output.rstrip().splitlines()[-1].startswith("sbatch ")
+    assert "\n  model.hf_checkpoint: " in error
 
 
 def test_a_layout_that_the_model_refuses_is_not_planned(tmp_path):

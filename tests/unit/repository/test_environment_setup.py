@@ -357,6 +357,19 @@ def test_a_clone_that_was_moved_or_copied_runs_its_own_code(clone):
     assert str(copy) not in scripts_of(moved)
 
 
+def test_another_clones_environment_behind_a_link_is_left_alone(clone):
+    write_stamp(clone, "cpu")
+    (clone / ".venv" / "script").write_text(f"#!{clone}/.venv/bin/python\n")
+    second = clone.with_name("second")
+    shutil.copytree(clone, second, ignore=shutil.ignore_patterns(".venv"))
+    (second / ".venv").symlink_to(clone / ".venv")
+    before = {path: path.read_text() for path in (clone / ".venv").iterdir()}
+    code, _, errors = set_up(second)
+    assert code == 1
+    assert f".venv is a link to {clone}/.venv, the environment of the clone {clone}" in errors
+    assert {path: path.read_text() for path in (clone / ".venv").iterdir()} == before
+
+
 def write_stamp(folder, kind, pins="other"):
     """Write the write_stamp of an environment that the set-up made from ``pins``."""
     (folder / ".venv").mkdir()
