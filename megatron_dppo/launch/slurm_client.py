@@ -7,6 +7,15 @@ import subprocess
 from megatron_dppo.system.errors import RunError
 
 _TIMEOUT_S = 30.0
+CLIENT_VARIABLES = (
+    "SLURM_CLUSTERS",
+    "SLURM_CONF",
+    "SLURM_CONF_SERVER",
+    "SLURM_JWT",
+    "SLURM_TIME_FORMAT",
+    "SLURM_UMASK",
+)
+"""Variables with settings of Slurm's client programs. Other variables of Slurm describe a job or are options."""
 
 
 class SlurmError(RunError):

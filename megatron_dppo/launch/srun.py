@@ -22,6 +22,7 @@ from pathlib import Path
 from megatron_dppo.launch import node_ranks
 from megatron_dppo.launch.placement import Host, Placement
 from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.launch.slurm_client import CLIENT_VARIABLES
 from megatron_dppo.launch.supervisor import RankFailure, failed_at, first_failure, keep_previous
 from megatron_dppo.system import processes
 from megatron_dppo.system.lease import START_VARIABLE, FencedError
@@ -29,36 +30,39 @@ from megatron_dppo.system.secret_variables import split_environment
 
 _END_S = 15.0
 """Longest wait for the end of an srun after SIGTERM, before it gets SIGKILL."""
-# sbatch, or the allocation that sbatch runs in, sets these variables, and srun takes them for options of a step. A step
-# needs no such options: it shares all that the job has on its nodes. Some of the options make srun fail: memory per CPU
-# together with memory per node, the whole job's GPUs for a step of fewer nodes, or tasks per GPU together with tasks
-# per node.
-_OPTION_VARIABLES = (
-    "SLURM_CPUS_PER_GPU",
-    "SLURM_CPUS_PER_TASK",
-    "SLURM_DISTRIBUTION",
-    "SLURM_EXACT",
-    "SLURM_EXCLUSIVE",
-    "SLURM_EXPORT_ENV",
-    "SLURM_GPUS",
-    "SLURM_GPUS_PER_SOCKET",
-    "SLURM_GPUS_PER_TASK",
-    "SLURM_GPU_BIND",
-    "SLURM_HINT",
-    "SLURM_MEM_BIND",
-    "SLURM_MEM_PER_CPU",
-    "SLURM_MEM_PER_GPU",
-    "SLURM_MEM_PER_NODE",
-    "SLURM_NPROCS",
-    "SLURM_NTASKS",
-    "SLURM_NTASKS_PER_CORE",
-    "SLURM_NTASKS_PER_GPU",
-    "SLURM_NTASKS_PER_NODE",
-    "SLURM_NTASKS_PER_SOCKET",
-    "SLURM_NTASKS_PER_TRES",
-    "SLURM_THREADS_PER_CORE",
-    "SLURM_TRES_PER_TASK",
+_PASSED_VARIABLES = frozenset(
+    (
+        *CLIENT_VARIABLES,
+        "SLURM_ARRAY_JOB_ID",
+        "SLURM_ARRAY_TASK_ID",
+        "SLURM_CLUSTER_NAME",
+        "SLURM_GPUS_PER_NODE",
+        "SLURM_HET_SIZE",
+        "SLURM_JOBID",
+        "SLURM_JOB_ACCOUNT",
+        "SLURM_JOB_CPUS_PER_NODE",
+        "SLURM_JOB_END_TIME",
+        "SLURM_JOB_ID",
+        "SLURM_JOB_NODELIST",
+        "SLURM_JOB_PARTITION",
+        "SLURM_JOB_START_TIME",
+        "SLURM_JOB_UID",
+        "SLURM_JOB_USER",
+        "SLURM_RESTART_COUNT",
+        "SLURM_SUBMIT_DIR",
+        "SLURM_SUBMIT_HOST",
+    )
 )
+"""Slurm's variables that a step receives: settings of Slurm's programs, and facts about the job.
+
+srun takes many other variables for options of a step: ``SLURM_CONSTRAINT``, ``SLURM_HOSTFILE``, ``SRUN_CPUS_PER_TASK``.
+sbatch, a shell, or the allocation that sbatch runs in may have set them. A step needs no such options: it shares all
+that the job has on its nodes. Some of the options make srun fail: memory per CPU together with memory per node, the
+whole job's GPUs for a step of fewer nodes, or tasks per GPU together with tasks per node.
+"""
+_SLURM_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_")
+_GROUP_SUFFIX = re.compile(r"_HET_GROUP_\d+$")
+"""End of a variable's name about one group of a heterogeneous job; srun takes such variables for options, too."""
 
 
 def _no_fence() -> None:
@@ -135,8 +139,13 @@ def literal(path: Path) -> str:
 
 
 def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` without the variables that srun would take for options of the step."""
-    return {name: value for name, value in environment.items() if name not in _OPTION_VARIABLES}
+    """Return ``environment`` for srun; of Slurm's variables only those in ``_PASSED_VARIABLES``."""
+    passed_variables: dict[str, str] = {}
+    for name, value in environment.items():
+        is_passed = _GROUP_SUFFIX.sub("", name) in _PASSED_VARIABLES
+        if is_passed or not name.startswith(_SLURM_PREFIXES):
+            passed_variables[name] = value
+    return passed_variables
 
 
 class SrunLauncher(processes.Launcher):

@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import re
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -102,6 +103,22 @@ def source_address(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return str(probe.getsockname()[0])
+
+
+def mutual_addresses(addresses: Sequence[str]) -> list[str]:
+    """Return ``addresses`` of several hosts as the hosts reach each other. Raises OSError.
+
+    This host's /etc/hosts may map its own name to 127.0.1.1. The address from which this host reaches another host
+    then replaces this loopback address. Loopback addresses stay if no host has another address.
+    """
+    other_hosts = [address for address in addresses if not is_loopback(address)]
+    reachable_addresses = []
+    for address in addresses:
+        if other_hosts and is_loopback(address):
+            reachable_addresses.append(source_address(other_hosts[0]))
+        else:
+            reachable_addresses.append(address)
+    return reachable_addresses
 
 
 def url_host(host: str) -> str:

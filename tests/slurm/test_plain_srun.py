@@ -62,8 +62,19 @@ for count in (1, len(names)):
         ("--gpus-per-task=2", "--ntasks=2"),
         ("--gpus-per-node=2", "--export=ALL,SLURM_GPUS=9,SLURM_NTASKS_PER_GPU=2"),
         ("--hint=nomultithread", "--export=ALL,SLURM_HINT=compute_bound"),
+        ("--export=ALL,SRUN_CPUS_PER_TASK=4096,SLURM_CONSTRAINT=nowhere",),
+        ("--export=ALL,SLURM_HOSTFILE=/nowhere,SLURM_WORKING_DIR=/nowhere,SLURM_THREAD_SPEC=4096",),
     ],
-    ids=["cpu", "node-in-cpu", "gpu-in-node", "gpus-per-task", "gpus-in-gpus", "hint"],
+    ids=[
+        "cpu",
+        "node-in-cpu",
+        "gpu-in-node",
+        "gpus-per-task",
+        "gpus-in-gpus",
+        "hint",
+        "srun",
+        "files",
+    ],
 )
 def test_steps_start_whatever_the_job_or_an_allocation_around_it_asked_for(
     cluster: Cluster, folder: Path, flags: tuple[str, ...]

@@ -7,8 +7,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from megatron_dppo.launch.slurm_client import SlurmError, slurm
-from megatron_dppo.system.network import source_address
+from megatron_dppo.launch.slurm_client import CLIENT_VARIABLES, SlurmError, slurm
+from megatron_dppo.system.network import mutual_addresses
 
 _BAD_STATES = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "UNKNOWN")
 
@@ -35,17 +35,9 @@ def end_time(job: str) -> float | None:
 
 def addresses(names: Sequence[str]) -> list[str]:
     """Return the addresses at which other nodes reach the named nodes. Raises SlurmError for an unknown node."""
-    resolved = [_resolve(record("node", name).get("NodeAddr", name)) for name in names]
-    other_nodes = [address for address in resolved if not address.startswith("127.")]
-    node_addresses = []
-    for address in resolved:
-        # This node's /etc/hosts may map its own name to 127.0.1.1. Then use the address from which this node reaches
-        # another node.
-        if address.startswith("127.") and other_nodes:
-            node_addresses.append(source_address(other_nodes[0]))
-        else:
-            node_addresses.append(address)
-    return node_addresses
+    return mutual_addresses(
+        [_resolve(record("node", name).get("NodeAddr", name)) for name in names]
+    )
 
 
 def _resolve(name: str) -> str:
@@ -87,17 +79,6 @@ def exclude(job: str, nodes: Sequence[str]) -> None:
         slurm("scontrol", "update", f"JobId={group['JobId']}", f"ExcNodeList={excluded}")
 
 
-_CLIENT_VARIABLES = (
-    "SLURM_CLUSTERS",
-    "SLURM_CONF",
-    "SLURM_CONF_SERVER",
-    "SLURM_JWT",
-    "SLURM_TIME_FORMAT",
-    "SLURM_UMASK",
-)
-"""Variables with settings of Slurm's client programs. All other variables of Slurm describe a job's allocation."""
-
-
 def allocation_variables(environment: Mapping[str, str]) -> list[str]:
     """Return the names of the variables that describe the allocation of this process; none outside of an allocation.
 
@@ -107,7 +88,7 @@ def allocation_variables(environment: Mapping[str, str]) -> list[str]:
     if "SLURM_JOB_ID" not in environment:
         return []
     names = (name for name in environment if name.startswith("SLURM_"))
-    return [name for name in names if name not in _CLIENT_VARIABLES]
+    return [name for name in names if name not in CLIENT_VARIABLES]
 
 
 def job_environment(environment: Mapping[str, str]) -> tuple[str, int]:

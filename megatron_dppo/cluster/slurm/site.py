@@ -7,6 +7,7 @@ file, every key has its default.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pydantic import Field
 
 from megatron_dppo.config.data_schema import Section
 from megatron_dppo.config.loading import load_as
+from megatron_dppo.launch.slurm_client import SlurmError
 from megatron_dppo.launch.srun import StepForm
 
 SITE_VARIABLE = "MEGATRON_DPPO_SITE"
@@ -203,13 +205,46 @@ class SiteConfig(Section):
         )
 
     def devices(self, environment: Mapping[str, str]) -> int:
-        """Return a node's number of devices: in the job that ``environment`` describes, or as configured."""
-        if not self.gpus_per_node:
-            return int(environment.get("SLURM_NTASKS_PER_NODE") or self.processes_per_node)
-        gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")
-        if gpus:
-            return int(gpus.rpartition(":")[2])
-        return self.gpus_per_node
+        """Return a node's number of devices: in the job that ``environment`` describes, or as configured.
+
+        Raises SlurmError if a variable of Slurm has no number of devices.
+        """
+        names = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE")
+        count = self.gpus_per_node
+        if not count:
+            names = ("SLURM_NTASKS_PER_NODE",)
+            count = self.processes_per_node
+        for name in names:
+            if environment.get(name):
+                return _device_count(name, environment[name])
+        return count
+
+
+_PARENTHESES = re.compile(r"\([^)]*\)")
+"""Details beside a number: the sockets ``(S:0-1)``, the devices ``(IDX:0-7)``, the number of nodes ``(x2)``."""
+_TYPE = re.compile(r"[A-Za-z][\w.-]*")
+
+
+def _device_count(name: str, value: str) -> int:
+    """Return the number of devices of each node in the ``value`` of Slurm's variable ``name``.
+
+    Slurm writes ``8``, ``8(x2)``, ``h100:8``, ``gpu:h100:8(S:0-1)``, ``h100`` for one device, and ``h100:4,a100:4`` for
+    devices of two types. Raises SlurmError for another form, and if nodes have different numbers.
+    """
+    text = _PARENTHESES.sub("", value)
+    count = 0
+    for part in text.split(","):
+        type_name, _, number = part.rpartition(":")
+        if _TYPE.fullmatch(number):
+            type_name, number = number, "1"
+        # Several numbers without types are numbers of different nodes.
+        if not number.isdecimal() or ("," in text and not type_name):
+            raise SlurmError(
+                f"{name}: got {value!r}, expected one number of devices for all nodes, such as 8, h100:8 or "
+                "gpu:h100:8(S:0-1)"
+            )
+        count += int(number)
+    return count
 
 
 def site_path(given_path: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -132,6 +132,23 @@ def test_sbatchs_numbers_are_no_options_of_a_step():
     assert step_environment(before) == {"SLURM_JOB_ID": "7"}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SRUN_CPUS_PER_TASK", "SRUN_CONTAINER", "SLURM_CONSTRAINT", "SLURM_WORKING_DIR"),
+        *("SLURM_THREAD_SPEC", "SLURM_CORE_SPEC", "SLURM_HOSTFILE", "SLURM_GRES", "SLURM_NETWORK"),
+        *("SLURM_TASK_PROLOG", "SLURM_UNBUFFEREDIO", "SLURMD_DEBUG", "SLURM_OPTION_OF_2030"),
+        "SLURM_MEM_PER_CPU_HET_GROUP_1",
+    ],
+)
+def test_no_option_of_srun_reaches_a_step(name):
+    facts = {
+        **dict.fromkeys(("SLURM_JOB_ID", "SLURM_CONF", "SLURM_RESTART_COUNT"), "7"),
+        **{"SLURM_JOB_NODELIST_HET_GROUP_1": "n1", "NCCL_DEBUG": "INFO", "PATH": "/bin"},
+    }
+    assert step_environment({name: "1", **facts}) == facts
+
+
 def test_a_job_inherits_nothing_of_the_allocation_that_it_is_submitted_from():
     outside = {"SLURM_CONF": "/etc/slurm.conf", "SLURM_TIME_FORMAT": "relative", "HOME": "/root"}
     inside = {"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "100", "SLURM_GPUS_PER_NODE": "8"}

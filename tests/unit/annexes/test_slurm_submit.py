@@ -27,6 +27,8 @@ from megatron_dppo.cluster.slurm.supervise import job_groups, rehearsed_roles
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.placement import Allocation, Host, place
+from megatron_dppo.launch.slurm_client import SlurmError
+from tests.messages import mentioning
 from tests.unit.config_files import minimal, write_config
 from tests.unit.repository.test_recipes import RECIPES
 
@@ -493,6 +495,23 @@ def test_devices_of_a_node():
     none = SiteConfig(gpus_per_node=0, processes_per_node=3)
     assert none.devices({"SLURM_GPUS_ON_NODE": "8"}) == 3
     assert none.devices({"SLURM_NTASKS_PER_NODE": "2"}) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        *[("8", 8), ("8(x2)", 8), ("h100:8", 8), ("h100", 1), ("gpu:h100:8(S:0-1)", 8)],
+        *[("h100:4,a100:4", 8), ("gpu:a100_1g.5gb:7(IDX:0-2,4-7)", 7)],
+    ],
+)
+def test_every_form_of_a_node_s_devices_is_read(value, count):
+    assert SiteConfig().devices({"SLURM_GPUS_PER_NODE": value}) == count
+
+
+@pytest.mark.parametrize("value", ["4,8(x2)", "h100:", "-1", "h100:4,,a100:4", "(null)"])
+def test_a_number_of_devices_that_no_node_has_is_refused(value):
+    with pytest.raises(SlurmError, match=mentioning("SLURM_GPUS_PER_NODE", value)):
+        SiteConfig().devices({"SLURM_GPUS_PER_NODE": value})
 
 
 def test_containers():
