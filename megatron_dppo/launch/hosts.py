@@ -12,10 +12,13 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from queue import SimpleQueue
 
 from pydantic import Field
 
@@ -36,10 +39,14 @@ from megatron_dppo.launch.supervisor import RankFailure, Supervisor, first_failu
 from megatron_dppo.logging import configure_logging
 from megatron_dppo.system import processes
 from megatron_dppo.system.lease import NONCE_VARIABLE, START_VARIABLE
+from megatron_dppo.system.network import mutual_addresses
 from megatron_dppo.system.secret_variables import split_environment, without_secrets
 
 HOST = "{host}"
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", HOST)
+SSH = (
+    *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30"),
+    *("-o", "ServerAliveInterval=15", HOST),
+)
 _END_S = 15.0
 """Longest wait for the end of a remote shell whose standard input was closed."""
 _HOST_VARIABLES = ("HOME", "HOSTNAME", "LOGNAME", "PWD", "SHELL", "TMPDIR", "USER")
@@ -68,18 +75,29 @@ class HostsConfig(Section):
 
     def allocation(self) -> Allocation:
         """Return the hosts with their addresses. Raises LaunchError for a name without an address."""
-        hosts = []
+        names = []
+        own_addresses = []
         for entry in self.hosts:
             name, _, address = entry.partition("=")
+            names.append(name)
             try:
-                hosts.append(
-                    Host(name, socket.gethostbyname(address or name), self.devices_per_host)
-                )
+                own_addresses.append(socket.gethostbyname(address or name))
             except OSError as error:
                 raise LaunchError(
                     f"hosts: got {entry!r}, whose address can't be found ({error}); expected name=address"
                 ) from error
-        return Allocation(tuple(hosts), self.first_port)
+        try:
+            addresses = mutual_addresses(own_addresses)
+        except OSError as error:
+            raise LaunchError(
+                f"hosts: got {self.hosts}, with the addresses {own_addresses}; this host has no address on the network "
+                f"of the others ({error}); expected name=address"
+            ) from error
+        hosts = tuple(
+            Host(name, address, self.devices_per_host)
+            for name, address in zip(names, addresses, strict=True)
+        )
+        return Allocation(hosts, self.first_port)
 
 
 @dataclass(frozen=True)
@@ -123,35 +141,50 @@ class RemoteShell:
 
 
 class RemoteProcess(processes.StartedProcess):
-    """The remote shell of one or more commands. Its standard input stays open while the commands may run."""
+    """The remote shell of one or more commands. Its standard input stays open while the commands may run.
+
+    A thread writes to the shell, so that no method waits until the shell reads. A shell without a connection reads
+    nothing, and the first line may be longer than a pipe holds.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], first_line: bytes) -> None:
         super().__init__(process)
         assert process.stdin is not None
         self._stdin = process.stdin
-        self._send(first_line)
+        # None closes the shell's standard input.
+        self._lines: SimpleQueue[bytes | None] = SimpleQueue()
+        self._lines.put(first_line)
+        self._closed_at: float | None = None
+        threading.Thread(target=self._write, daemon=True, name="remote-shell-input").start()
 
     def stop(self, grace_s: float) -> None:
-        self._send(STOP)
+        self._lines.put(STOP)
         self._await_end(grace_s)
         self.kill()
 
+    def close(self) -> None:
+        """Close the standard input, so that the host kills the commands; returns at once."""
+        if self._closed_at is None:
+            self._closed_at = time.monotonic()
+            self._lines.put(None)
+
     def kill(self) -> None:
-        """Close the standard input, so that the host kills the commands; return when the shell has ended."""
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-        self._await_end(_END_S)
+        """Close the standard input; return when the shell has ended. Kill a shell that does not end by itself."""
+        self.close()
+        assert self._closed_at is not None
+        self._await_end(max(0.0, self._closed_at + _END_S - time.monotonic()))
         super().kill()
 
     def _await_end(self, seconds: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
-    def _send(self, line: bytes) -> None:
+    def _write(self) -> None:
         # Writing fails if the shell has ended. The shell's exit code reports this end.
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            self._stdin.write(line)
-            self._stdin.flush()
+        with contextlib.suppress(BrokenPipeError), self._stdin as pipe:
+            while (line := self._lines.get()) is not None:
+                pipe.write(line)
+                pipe.flush()
 
 
 class RemoteLauncher(processes.Launcher):
@@ -248,6 +281,9 @@ class RemoteRanks:
         self.kill()
 
     def kill(self) -> None:
+        # Close all shells before waiting for one of them.
+        for process in self._processes:
+            process.close()
         for process in self._processes:
             process.kill()
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
 
+from megatron_dppo.launch import hosts as hosts_module
 from megatron_dppo.launch.hosts import HostsConfig, RemoteLauncher, RemoteRanks, RemoteShell
 from megatron_dppo.launch.local import rank_command
 from megatron_dppo.launch.placement import LaunchError, Roles, place
 from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.system import network
 from tests.patience import Patience, family_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,13 +43,13 @@ def start_ranks(tmp_path, monkeypatch):
     all_ranks = []
     with RunDirectory(tmp_path / "run") as directory:
 
-        def start(how: str, *, forks: bool) -> RemoteRanks:
+        def start(how: str, *, forks: bool, shell: Sequence[str] = SHELL) -> RemoteRanks:
             directory.config.write_text(how)
             hosts = HostsConfig(hosts=["a=127.0.0.1", "b=127.0.0.1"], devices_per_host=2)
             placement = place(Roles(4), hosts.allocation())
             command = rank_command("tests.unit.forked_rank", directory)
-            shell = RemoteShell(SHELL, sys.executable, {})
-            ranks = RemoteRanks(command, directory, placement, shell, {}, forks=forks)
+            remote_shell = RemoteShell(shell, sys.executable, {})
+            ranks = RemoteRanks(command, directory, placement, remote_shell, {}, forks=forks)
             all_ranks.append(ranks)
             ranks.start()
             return ranks
@@ -130,6 +134,31 @@ def test_the_kubernetes_example_is_whole():
     assert str(hosts.devices_per_host) == str(container["resources"]["limits"]["nvidia.com/gpu"])
     assert hosts.shell[:3] == ["kubectl", "exec", "-i"]
     assert container["name"] in hosts.shell
+
+
+def test_a_host_that_calls_itself_loopback_gets_an_address_for_the_others(monkeypatch):
+    """Debian's /etc/hosts maps a host's own name to 127.0.1.1."""
+    known = {"nodea": "127.0.1.1", "nodeb": "192.0.2.7"}
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: known.get(name, name))
+    monkeypatch.setattr(network, "source_address", {"192.0.2.7": "192.0.2.1"}.__getitem__)
+    hosts = HostsConfig(hosts=["nodea", "nodeb"]).allocation().hosts
+    assert [host.address for host in hosts] == ["192.0.2.1", "192.0.2.7"]
+    # On one machine every process reaches the loopback device.
+    hosts = HostsConfig(hosts=["nodea", "b=127.0.0.1"]).allocation().hosts
+    assert [host.address for host in hosts] == ["127.0.1.1", "127.0.0.1"]
+
+
+def test_the_start_of_ranks_does_not_wait_for_a_deaf_shell(start_ranks, monkeypatch):
+    """The environment of the ranks is longer than a pipe holds."""
+    monkeypatch.setenv("LONG_VARIABLE", "x" * 100_000)
+    monkeypatch.setattr(hosts_module, "_END_S", 0.2)
+    ranks = start_ranks(
+        "ends", forks=False, shell=[sys.executable, "-c", "import time; time.sleep(600)"]
+    )
+    assert not ranks.ended()
+    assert ranks.failures(0.0) == []
+    ranks.kill()
+    assert all(process.poll() is not None for process in ranks._processes)
 
 
 def test_a_host_without_an_address_is_named():
