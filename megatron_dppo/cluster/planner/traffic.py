@@ -95,10 +95,9 @@ def _sent_bytes(facts: RunFacts) -> int:
 
 
 def _gathered(facts: RunFacts) -> int:
-    """Return the bytes of weights that trainer ranks send to each other before a weight update.
+    """Estimate the bytes of weights that trainer ranks send to each other before a weight update.
 
-    The estimate assumes that each pipeline stage has a sender. It is too low if a node has several stages but only one
-    sender: this sender then also gathers the dense weights of the other stages.
+    Stages are taken to have equally many weights. ``weight_plan`` counts the bytes of every tensor.
     """
     shape = facts.trainer.shape
     layout = facts.trainer.layout
@@ -106,9 +105,10 @@ def _gathered(facts: RunFacts) -> int:
     expert_size = 3 * shape.hidden_size * shape.moe_ffn_hidden_size
     expert_elements = len(shape.moe_layers) * shape.num_experts * expert_size
     dense_elements = parameter_count(shape) - expert_elements
-    # The share of the dense weights that the senders hold before they gather. A stage's sender holds 1 / TP of each of
-    # the stage's weights.
-    dense_share = 1 / layout.tensor
+    # The share of the dense weights that the senders hold before they gather. A sender holds 1 / TP of each weight of
+    # its own stage. A node with several stages may have only one sender: then some stages have none.
+    stages_with_sender = min(facts.senders, layout.pipeline)
+    dense_share = stages_with_sender / layout.pipeline / layout.tensor
     # The same share of the experts' weights. The experts of a stage are in EP groups, so the model has EP x PP groups.
     # A sender holds 1 / ETP of the weights of its own group, and nothing of the other groups.
     expert_groups = layout.expert * layout.pipeline

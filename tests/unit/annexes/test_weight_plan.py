@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.cluster.plan import main
+from megatron_dppo.cluster.planner.devices import DEVICES
 from megatron_dppo.cluster.planner.facts import facts_of
+from megatron_dppo.cluster.planner.traffic import traffic
 from megatron_dppo.cluster.planner.weight_plan import plan_faults, weight_plan
 from megatron_dppo.config import load_config
 from megatron_dppo.model.families import load_model_shape
@@ -54,6 +56,24 @@ def test_layouts_of_a_small_mixture(layout, senders, imbalance):
     assert from_holders.gathered == from_holders.gathered_bound
     assert len(from_holders.sent) >= len(plan.sent)
     assert from_holders.engine_communicators == len(from_holders.sent) * 294 * MIB
+
+
+@pytest.mark.parametrize("senders", ["nodes", "holders"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        # One sender for all stages, for two of four stages, and for each stage.
+        "{world_size: 8, pipeline: 4, expert: 2}",
+        "{world_size: 8, tensor: 2, pipeline: 2, expert: 2}",
+        "{world_size: 16, pipeline: 4, expert: 2}",
+        "{world_size: 256, pipeline: 4, expert: 8}",
+    ],
+)
+def test_the_estimate_of_gathered_bytes_is_close_to_the_plan(layout, senders):
+    words = (f"parallel={layout}", f"weight_sync.senders={senders}")
+    facts = facts_of(load_config(RECIPE, words), SMALL)
+    planned = weight_plan(facts, 8).gathered
+    assert traffic(facts, DEVICES["h100"]).gathered == pytest.approx(planned, rel=0.02)
 
 
 def test_a_tensor_that_comes_twice_or_not_whole_is_told():
