@@ -26,11 +26,15 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _READ_FIELDS = {"model", "messages", "tools", "stream", "stream_options", "user", "metadata"}
 """Fields of a request that are accepted with any value."""
 _LIMITS = ("max_completion_tokens", "max_tokens")
-# Further fields, each with the only value that is accepted: this value changes nothing.
+# Further fields, each with the value that changes nothing. Clients may write out the defaults of the API.
 _HARMLESS_VALUES: Mapping[str, Any] = {
     "n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "logprobs": False, "store": False,
     "frequency_penalty": 0, "presence_penalty": 0, "response_format": {"type": "text"},
+    "top_logprobs": 0, "service_tier": "auto", "modalities": ["text"], "repetition_penalty": 1,
+    "min_p": 0,
 }  # fmt: skip
+_EMPTY_VALUES = (None, [], {})
+"""Values that change nothing, in any field: ``stop: []``, ``logit_bias: {}``."""
 MOST_BRANCHES = 8
 """Default of ``environment.options.branches``."""
 
@@ -237,7 +241,7 @@ class Conversation:
         """
         for name, value in body.items():
             is_known = name in _READ_FIELDS or name in _LIMITS or name in self._ignored
-            is_harmless = value is None or value == self._accepted_values.get(name)
+            is_harmless = value in _EMPTY_VALUES or value == self._accepted_values.get(name)
             if not (is_known or is_harmless):
                 raise RefusedCallError(
                     400,

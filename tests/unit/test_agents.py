@@ -635,6 +635,32 @@ def test_the_runs_own_sampling_settings_may_be_repeated():
     run(work)
 
 
+def test_settings_with_a_neutral_value_are_accepted():
+    """Some clients send every field of the API with its default."""
+    neutral_values = {
+        **{
+            "stop": [],
+            "logit_bias": {},
+            "tools": [],
+            "functions": [],
+            "metadata": {},
+            "seed": None,
+        },
+        **{"top_logprobs": 0, "service_tier": "auto", "modalities": ["text"], "min_p": 0.0},
+        **{"repetition_penalty": 1.0, "frequency_penalty": 0.0, "logprobs": False, "n": 1},
+    }
+
+    async def work() -> None:
+        async with session(Turn("8", (1,))) as (client, _):
+            completion = await say(client, user("3+5"), extra_body=neutral_values)
+            assert completion.choices[0].message.content == "8"
+            for name, value in {"stop": "x", "logit_bias": {"7": 1}, "top_logprobs": 1}.items():
+                with pytest.raises(openai.BadRequestError, match=f"{name}: got"):
+                    await say(client, user("3+6"), extra_body={name: value})
+
+    run(work)
+
+
 def test_an_episode_knows_the_sampling_settings_of_its_run():
     engine = ChatEngine("4 and", "5")
     (t,), episodes = environments.play(
