@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory, TrajectoryFacts
+from megatron_dppo.loop.credit import length_penalties
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.metrics.samples import TRAINING, Sample, shortened
@@ -18,6 +20,10 @@ from megatron_dppo.trainer.collectives import all_gather_json
 KEPT = 4
 """Number of responses kept of a training step, and of an evaluation on one set. The response with the most masked
 tokens is kept in addition."""
+
+
+_DIGITS = 9
+"""Decimal places of a reward that is computed back from its sum with penalties."""
 
 
 def _is_right(response: TrajectoryFacts | Sample, mean_reward: float) -> bool:
@@ -61,6 +67,7 @@ class SampleMaker:
         data: the run's problems and tokenizer.
         zeroes_truncated: whether truncated responses earn at most 0.
         is_only_reward: whether no other reward and no environment adds to the first reward.
+        length_penalty: returns the length penalty of a training response from its number of tokens.
     """
 
     def __init__(
@@ -70,7 +77,9 @@ class SampleMaker:
         *,
         zeroes_truncated: bool,
         is_only_reward: bool = True,
+        length_penalty: Callable[[int], float] = lambda tokens: 0.0,
     ) -> None:
+        self._length_penalty = length_penalty
         self._zeroes_truncated = zeroes_truncated
         self._is_only_reward = is_only_reward
         self._reward = find_reward(reward)
@@ -89,6 +98,11 @@ class SampleMaker:
             data,
             zeroes_truncated=config.algorithm.truncated_responses == "zero-reward",
             is_only_reward=config.environment.name is None and not config.reward.further,
+            length_penalty=partial(
+                length_penalties,
+                most_tokens=config.rollout.max_response_tokens,
+                algorithm=config.algorithm,
+            ),
         )
 
     def take(self, step: int, batch: RolloutBatch) -> None:
@@ -171,7 +185,8 @@ class SampleMaker:
             limit = t.ended_by or "cut off at the length limit"
             reason = f"{limit}, which earns at most 0 (algorithm.truncated_responses)"
         else:
-            reason = t.reason or self._reason(t, response, problem)
+            penalty = self._length_penalty(t.sampled) if name == TRAINING else 0.0
+            reason = t.reason or self._reason(t, response, problem, penalty)
             if t.ended_by:
                 reason += f"; {t.ended_by}"
         if len(t.branch_lengths) > 1:
@@ -198,9 +213,10 @@ class SampleMaker:
             components=dict(t.components),
         )
 
-    def _reason(self, t: Trajectory, response: str, problem: Problem) -> str:
+    def _reason(self, t: Trajectory, response: str, problem: Problem, penalty: float) -> str:
         """Return the first reward's reason for its value.
 
+        ``penalty``: the length penalty in the trajectory's reward.
         If the environment gave the reward, or if the first reward's value is unknown, only name the environment or the
         reward. The value may be unknown because a response from a file has only the sum of all rewards.
         """
@@ -210,7 +226,9 @@ class SampleMaker:
         # Only responses that this run scored have turn rewards. With several rewards, such a response has the value as
         # a component. So turn rewards without the component mean that there is no other reward.
         if value is None and (t.turn_rewards or self._is_only_reward):
-            value = t.reward - math.fsum(t.turn_rewards)
+            terms = [t.reward, penalty, *(-reward for reward in t.turn_rewards)]
+            # The reward was rounded when the penalty was subtracted. Without this rounding, 0 might become 1e-17.
+            value = round(math.fsum(terms), _DIGITS)
         if value is None:
             return f"by {self._component}"
         answer = self._reward.final(problem.answer)

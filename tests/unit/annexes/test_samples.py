@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
 from megatron_dppo.diagnostics.samples import main
 from megatron_dppo.engine.turn_text import ResponseReader
+from megatron_dppo.loop.credit import length_penalties, with_rewards
 from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.loop.sample_maker import KEPT, SampleMaker, sample_positions
 from megatron_dppo.metrics.records import StepLines
 from megatron_dppo.metrics.samples import Sample, console_lines, one_line, shortened
 from megatron_dppo.rewards import find_reward
+from megatron_dppo.rewards.verifier import Score
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,6 +134,35 @@ def test_a_reason_is_of_the_first_rewards_own_score(fields: dict[str, Any], reas
     )
     (kept_sample,) = samples.of_evaluation(1, "set", [Problem(0, "p", "5", (1, 2))], [t])
     assert kept_sample.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("value", "turn_rewards", "reason"),
+    [(1.0, (), "'7' is right"), (0.0, (), "expected '5'"), (0.0, (0.1, 0.2), "expected '5'")],
+)
+def test_a_length_penalty_does_not_change_the_reason(
+    value: float, turn_rewards: tuple[float, ...], reason: str
+) -> None:
+    algorithm = AlgorithmConfig(length_penalty=3.1, overlong_tokens=3)
+    penalised = partial(length_penalties, most_tokens=8, algorithm=algorithm)
+    data = make_sample_maker()._data
+    samples = SampleMaker("exact_integer", data, zeroes_truncated=True, length_penalty=penalised)
+    columns = {"rollout_log_probs": [-1.0] * 6}
+    response = Trajectory.of_response(
+        [1, 2], [3] * 6, problem_id=5, text="=7", turn_rewards=turn_rewards, columns=columns
+    )
+    batch = [response, response]
+    scores = [Score(value), Score(0.0)]
+    scored, _ = with_rewards(batch, scores, 2, algorithm, most_tokens=8)
+    assert scored.reward < 0
+    samples.take(1, batch_of([scored]))
+    (sample,) = samples.of_step(1, {}, {})
+    assert reason in sample.reason
+    # The responses of evaluations have no penalties.
+    (sample,) = samples.of_evaluation(
+        1, "set", [Problem(5, "p", "5", (1, 2))], [response.scored(0.0, 0.0)]
+    )
+    assert "expected '5'" in sample.reason
 
 
 def test_the_most_masked_response_is_kept_beside_the_chosen() -> None:
