@@ -53,17 +53,23 @@ def fenced_worker(folder: str) -> dict[str, Any]:
                 out[f"error {step}"] = str(error)
             dist.barrier()
             out[f"left {step}"] = names_in(at / "checkpoints")
+        try:
+            store.set_aside(at / "checkpoints" / "step_000001")
+        except FencedError as error:
+            out["error set aside"] = str(error)
+        dist.barrier()
+        out["left set aside"] = names_in(at / "checkpoints")
     return out
 
 
 @pytest.mark.distributed
-def test_a_succeeded_start_saves_no_checkpoint(tmp_path: Path) -> None:
+def test_a_succeeded_start_saves_and_renames_no_checkpoint(tmp_path: Path) -> None:
     from tests.tiny_models import save_tiny_model
 
     save_tiny_model(tmp_path / "hf", "qwen3_moe", layers=4, vocab_size=515)
     for got in run_ranks(f"{HERE}:fenced_worker", 2, str(tmp_path)):
         assert got["held by rank 0"]
-        for step in (2, 3):
+        for step in (2, 3, "set aside"):
             assert "process 88 on b" in got[f"error {step}"]
             # The successor removes the unfinished second checkpoint. The third was not begun.
             assert got[f"left {step}"] == ["step_000001", "step_000002.partial-2"]

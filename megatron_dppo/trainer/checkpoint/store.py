@@ -83,7 +83,7 @@ class CheckpointStore:
     Args:
         directory: folder of all checkpoints of the run.
         keep: number of complete checkpoints to keep.
-        fence: called before a save creates, publishes or prunes folders; see ``saving.Fence``.
+        fence: called before folders are created, published, renamed or deleted; see ``saving.Fence``.
         background: True: ``save`` returns once the state is copied to host memory; False: once it is published.
         published: called on global rank 0 with the step once a checkpoint has its final name, from any thread.
     """
@@ -123,7 +123,8 @@ class CheckpointStore:
         return _SURVEY.validate_python(survey_json)
 
     def set_aside(self, path: Path) -> None:
-        """Rename a damaged checkpoint, so that nothing loads or deletes it."""
+        """Rename a damaged checkpoint, so that nothing loads or deletes it. Raises FencedError."""
+        self._fence(None)
         collectives.on_rank_0(partial(self._set_aside, path), error=CheckpointError)
 
     def _survey(self) -> dict[str, Any]:
