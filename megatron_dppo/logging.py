@@ -27,6 +27,8 @@ TERMINAL_VARIABLE = "MEGATRON_DPPO_TERMINAL"
 """Variable of rank 0 with the number of the descriptor of the user's terminal (or pipe)."""
 REFUSED = 2
 """Exit status of a process that ends by an error that the user can correct."""
+FAILED = 1
+"""Exit status of a process that ends by a failure after which another start may succeed."""
 INTERRUPTED = 130
 """Exit status of a program that Ctrl-C ended, by the convention of shells."""
 _FORMAT = "%(asctime)s.%(msecs)03d [{process}] %(levelname)s %(name)s: %(message)s"
@@ -38,10 +40,10 @@ _own_failure_mark: Path | None = None
 
 
 class FatalError(SystemExit):
-    """Ends the process with the status ``REFUSED``. ``fatal`` has printed the message already."""
+    """Ends the process with a status. ``fatal`` has printed the message already."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(REFUSED)
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(status)
         self.message = message
 
     def __str__(self) -> str:
@@ -273,12 +275,6 @@ def note_failure() -> None:
             file.write(f"{time.time()}\n")
 
 
-def forget_failure() -> None:
-    """Remove the mark of a failure that this process recovered from."""
-    if _own_failure_mark is not None:
-        _own_failure_mark.unlink(missing_ok=True)
-
-
 def _log_uncaught(
     error_type: type[BaseException],
     error: BaseException,
@@ -302,8 +298,8 @@ def _to_files(
             handler.handle(record)
 
 
-def fatal(message: str) -> NoReturn:
-    """End the process with status 2 and without a traceback, for an error that the user can correct.
+def fatal(message: str, status: int = REFUSED) -> NoReturn:
+    """End the process without a traceback: with status 2, for an error that the user can correct, or with ``status``.
 
     The function prints ``error: <message>`` to standard error, and to the log file if one is configured. It raises
     FatalError, a SystemExit, so that ``with`` blocks still close files and child processes.
@@ -312,4 +308,4 @@ def fatal(message: str) -> NoReturn:
     _to_files(message)
     with contextlib.suppress(OSError):
         print(f"error: {message}", file=sys.stderr, flush=True)
-    raise FatalError(message)
+    raise FatalError(message, status)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AllowInfNan, Field
+from pydantic import AllowInfNan, Field, model_validator
 
 from megatron_dppo.algorithms import table
 from megatron_dppo.config.data_schema import DataConfig, EnvironmentConfig, RewardConfig, Section
@@ -536,7 +536,7 @@ class CheckpointConfig(Section):
 
 class MemoryChecksConfig(Section):
     """Checks for memory that changes although nothing writes to it; docs/memory_checks.md. The trainer's weights are
-    always checked.
+    always checked. After a mismatch, the ranks start again from the newest checkpoint (``run.max_restarts``).
     """
 
     optimizer: bool = True
@@ -545,15 +545,21 @@ class MemoryChecksConfig(Section):
     """
     engines_every: int = Field(default=10, ge=0)
     """Hash the engines' weights before every n-th weight update, and compare the hashes with the hashes of the version
-    that the engines serve. With ``lora.update: adapters``, hash the frozen model instead. 0: never. Colocated engines
-    are not checked: they drop their weights while the trainer works.
+    that the engines serve. With ``weight_sync.verify_every`` above 1 only some versions have hashes: the check then
+    waits for the next update after such a version. With ``lora.update: adapters``, hash the frozen model instead. 0:
+    never. Colocated engines are not checked: they drop their weights while the trainer works.
     """
-    on_mismatch: Literal["stop", "restore"] = "stop"
-    """Reaction to a mismatch. ``stop``: the run ends with an error that has the tensor, the rank and the step.
-    ``restore``: all ranks load the newest checkpoint and continue from there.
-    """
-    max_restores: int = Field(default=3, ge=0)
-    """Largest number of restores since the run was started or resumed; one more mismatch ends the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_reactions(cls, values: Any) -> Any:
+        """Accept ``on_mismatch`` and ``max_restores``, which stored configurations have, and ignore both.
+
+        After every mismatch the ranks end, and the supervisor starts them again from the newest checkpoint.
+        """
+        if not isinstance(values, dict):
+            return values
+        return {key: v for key, v in values.items() if key not in ("on_mismatch", "max_restores")}
 
 
 class ProfileConfig(Section):

@@ -23,7 +23,7 @@ from megatron_dppo.fleet.supervision import (
     SupervisedFleet,
 )
 from megatron_dppo.launch.stops import Stop, StopRequests, terminal_stops
-from megatron_dppo.logging import REFUSED, failure_mark
+from megatron_dppo.logging import FAILED, REFUSED, failure_mark
 from megatron_dppo.system import processes
 
 
@@ -124,7 +124,6 @@ def first_failure(outputs: Mapping[int, Path], code: int, common_output: Path) -
 
 log = logging.getLogger(__name__)
 
-FAILED = 1
 _SIGNALLED = 128
 """A shell and srun report this number plus the signal's number for a process that a signal ended."""
 _POLL_S = 0.05

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -25,7 +24,7 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine import held_tensors
 from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.fleet.membership import EngineUnavailableError
-from megatron_dppo.logging import fatal, forget_failure, note_failure
+from megatron_dppo.logging import FAILED, fatal, note_failure
 from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import Evaluations, Evaluator, last_due
@@ -84,7 +83,6 @@ from megatron_dppo.trainer.run_export import (
     gathered_examples,
     upload_export,
 )
-from megatron_dppo.trainer.topology import destroy_topology
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
 
@@ -97,47 +95,13 @@ def run_rank(config: TrainConfig) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         data = RunData(config)
-        with run_fence(config.run.directory) as fence:
-            _run_with_restores(config, data, stop, fence)
+        with run_fence(config.run.directory) as fence, ExitStack() as stack:
+            Run(config, data, stop, fence, stack).to_the_end()
+    except AlteredMemoryError as error:
+        # No user can correct the error, and the newest checkpoint is whole: the ranks may start again from it.
+        fatal(f"{type(error).__name__}: {error}", FAILED)
     except RunError as error:
         fatal(f"{type(error).__name__}: {error}")
-
-
-def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence: RunFence) -> None:
-    """Run to the end; after altered memory, begin again at the newest checkpoint if the configuration allows it.
-
-    Every rank raises the same AlteredMemoryError, so all ranks restore. If no restore is left, all ranks raise the
-    error again.
-    """
-    checks = config.memory_checks
-    max_restores = 0
-    if checks.on_mismatch == "restore":
-        max_restores = checks.max_restores
-    restores = 0
-    while True:
-        try:
-            with ExitStack() as stack:
-                Run(config, data, stop, fence, stack, restores).to_the_end()
-        except AlteredMemoryError as error:
-            if restores == max_restores:
-                raise
-            # Keep only the text: the error's traceback refers to the failed run, and the failed run must be freed.
-            reason = str(error)
-        else:
-            return
-        restores += 1
-        log.warning(
-            "%s; restore %d of %d: from the newest checkpoint", reason, restores, max_restores
-        )
-        forget_failure()
-        destroy_topology()
-        # Free the failed run's trainer before the next trainer is built: two do not fit in memory.
-        gc.collect()
-        # With ``resume: never``, the next Run would set aside the records and checkpoints of this start.
-        run = config.run.model_copy(update={"resume": "auto"})
-        config = config.model_copy(update={"run": run})
-        # Read the problems again: ``refuse_or_drop`` has removed the problems with bad answers from the old object.
-        data = RunData(config)
 
 
 def _rows_after(directory: str, step: int) -> dict[str, Any]:
@@ -195,7 +159,6 @@ class Run:
         stop: whether a clean stop was requested.
         fence: raises once another start of the run has taken over.
         stack: closes what the constructor opens.
-        restores: how often this start went back to a checkpoint after its memory was altered.
     """
 
     def __init__(
@@ -205,10 +168,8 @@ class Run:
         stop: StopFlag,
         fence: RunFence,
         stack: ExitStack,
-        restores: int = 0,
     ) -> None:
         self.config = config
-        self.restores = restores
         self.data = data
         self.fence = fence
         self.should_stop = stop
@@ -457,8 +418,6 @@ class Run:
             measured[metric_names.REDERIVED] = float(batch.seal.weights[step] == weights_hash)
         failpoint("step/saved")
         measured |= file_figures(batch.outlines, self.data.files, self.config.rollout.group_size)
-        if self.restores:
-            measured[metric_names.MEMORY_RESTORES] = self.restores
         try:
             self.evaluations.before_update(step)
             with patience("others generate"):

@@ -479,12 +479,6 @@ REDERIVED = _metric(
     "1 if the hash of the weights after the step equals the hash in the batch's seal (docs/replay.md), else 0",
 )
 
-MEMORY_RESTORES = _metric(
-    "memory/restores",
-    "times that this start of the run went back to its newest checkpoint because memory was altered; recorded only "
-    "above 0",
-)
-
 # Metrics of weight updates.
 WEIGHT_UPDATES = _metric(
     "weights/updates", "weight updates that the engine committed since the previous record"

@@ -363,7 +363,7 @@ class WeightUpdater:
         leave_devices: called after the trainer's weights have been read. It frees the trainer's memory, so that engines
             on the same devices can restore all of their memory. None if trainer and engines use different devices.
         compare_before_every: before every n-th update, compare the engines' weights with the checksums of the served
-            version; 0: never.
+            version, if it was verified; otherwise before the first update after a verified version. 0: never.
         quantization: "fp8" if the engines' weights are quantised, else None. It selects the canary's scores and bounds.
         is_atomic: whether the engines keep whole buckets until the end of an update (``engine.atomic_updates``).
         committed_version: the version that the engines run, known on every rank; None before the first update and
@@ -464,10 +464,8 @@ class WeightUpdater:
             self._share(phases.error, title)
             failpoint("update/committed")
         self.committed_version = version
-        # The period until the next comparison starts at an update that made the comparison. The period also starts at
-        # an update without ``verify``: this update leaves no digests for a comparison before the next update.
-        starts_period = compared_version is not None or not self._has_digests
-        self._count(verify=verify, canary=score, memory=starts_period)
+        # A comparison that is due while the served version has no digests stays due until a version has digests.
+        self._count(verify=verify, canary=score, memory=compared_version is not None)
         committed_at = time.perf_counter()
         counts = count_bytes(
             facts,
@@ -708,7 +706,11 @@ class WeightUpdater:
         return self._engines_take_changes
 
     def _is_memory_due(self, previous_version: int | None) -> bool:
-        """Whether ``compare_before_every`` asks for a comparison of the engines' weights before this update."""
+        """Whether ``compare_before_every`` asks for a comparison of the engines' weights before this update.
+
+        A version that was not verified as it arrived has no checksums. So with ``verify_every`` above 1 the comparison
+        may come up to ``verify_every`` - 1 updates later.
+        """
         if not self.compare_before_every:
             return False
         if previous_version is None or not self._has_digests:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.loading import load_config
+from megatron_dppo.config.schema import MemoryChecksConfig
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.trainer.memory_checks import differing_groups, replica_faults, replica_groups
+from megatron_dppo.trainer.memory_checks import (
+    RankHashes,
+    _is_expert,
+    differing_groups,
+    replica_faults,
+    replica_groups,
+)
 from megatron_dppo.weight_sync.transaction import AlteredEngineError, WeightUpdateError
 from tests.messages import mentioning, mentions
+from tests.unit.config_files import minimal, write_config
 from tests.unit.test_weight_sync import A, B, Engine, updater
 
 
@@ -18,6 +31,7 @@ from tests.unit.test_weight_sync import A, B, Engine, updater
         Layout(tensor=2, data=2, expert=2, expert_tensor=1, context=1),
         Layout(data=4, expert=2),
         Layout(tensor=2, pipeline=2, data=2, context=2, expert=4),
+        Layout(tensor=4, data=2, expert=2, expert_tensor=2),
     ],
 )
 def test_groups_are_the_ranks_of_equal_place(layout: Layout) -> None:
@@ -27,6 +41,26 @@ def test_groups_are_the_ranks_of_equal_place(layout: Layout) -> None:
         ranks = [rank for kind, group in groups if kind == is_expert for rank in group]
         assert sorted(ranks) == list(range(layout.world_size))
         assert {len(group) for kind, group in groups if kind == is_expert} == {size}
+
+
+def test_replicas_of_experts_hold_the_same_shards() -> None:
+    """Two ranks with other shards of one expert (ETP) hold other tensors."""
+    layout = Layout(tensor=2, data=2, expert_tensor=2)
+    groups = [group for is_expert, group in replica_groups(layout) if is_expert]
+    assert groups == [[0, 2], [1, 3]]
+
+
+def test_a_hash_that_became_larger_or_smaller_has_changed() -> None:
+    earlier = RankHashes({"a": "5", "b": "5", "c": "5"}, frozenset())
+    later = RankHashes({"a": "4", "b": "5", "c": "6"}, frozenset())
+    assert later.changed_since(earlier) == [["a", "4", "5"], ["c", "6", "5"]]
+
+
+def test_only_experts_are_compared_among_the_replicas_of_experts() -> None:
+    """Megatron-Core marks the parameters of experts by ``allreduce`` = False."""
+    expert = SimpleNamespace(allreduce=False)
+    others = (SimpleNamespace(allreduce=True), SimpleNamespace())
+    assert [_is_expert(parameter) for parameter in (expert, *others)] == [True, False, False]
 
 
 def test_only_the_group_that_differs_is_named() -> None:
@@ -90,6 +124,26 @@ def test_a_version_that_was_not_verified_is_not_compared() -> None:
     assert engine_checks == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("every", "verify_every", "compared_before"),
+    # Versions 1, 3, 5, ... are verified, or versions 1, 4, 7, ...
+    [(4, 2, [4, 8, 12]), (3, 2, [4, 8, 12]), (5, 3, [5, 11]), (2, 3, [2, 5, 8, 11])],
+)
+def test_a_due_comparison_waits_for_a_verified_version(
+    every: int, verify_every: int, compared_before: list[int]
+) -> None:
+    engine = Engine()
+    updates = updater(engine, verify_every=verify_every)
+    updates.compare_before_every = every
+    found = []
+    for version in range(1, 13):
+        engine.calls.clear()
+        report = updates.update(version)
+        if engine.calls.count("checksums") > int(report.verified):
+            found.append(version)
+    assert found == compared_before
+
+
 def test_released_weights_are_not_compared() -> None:
     engine = Engine()
     updates = updater(engine)
@@ -99,6 +153,16 @@ def test_released_weights_are_not_compared() -> None:
     assert updates._is_memory_due(1)
     updates._keep_digests(None, exist=False)
     assert not updates._is_memory_due(1)
+
+
+@pytest.mark.parametrize("word", ["stop", "restore"])
+def test_a_stored_configuration_with_a_reaction_is_read(tmp_path: Path, word: str) -> None:
+    """Ranks always end after a mismatch and start again, as both words of earlier versions allow."""
+    path = write_config(tmp_path, minimal(tmp_path))
+    overrides = [f"memory_checks.on_mismatch={word}", "memory_checks.max_restores=5"]
+    assert load_config(str(path), overrides).memory_checks == MemoryChecksConfig()
+    with pytest.raises(ConfigError, match=mentioning("memory_checks.on_mismatches")):
+        load_config(str(path), ["memory_checks.on_mismatches=stop"])
 
 
 def test_a_server_that_does_not_answer_fails_the_update_and_not_the_run() -> None:
