@@ -47,7 +47,7 @@ def step_seconds(spool: ResponseSpool, step: int, responses: int, tokens: int) -
     part = spool.part(step, list(range(groups)))
     for key, trajectory in batch:
         part.keep(key, trajectory, Score(1.0))
-    spool.flush()
+    spool.sync(step)
     spool.note_trained(step, f"{step:064x}")
     return time.process_time() - began
 

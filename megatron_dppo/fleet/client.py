@@ -179,6 +179,11 @@ class FleetClient:
         self._watch_all()
 
     @property
+    def is_serving(self) -> bool:
+        """Whether calls are sent: from ``serve`` to the next ``hold``."""
+        return self._serving.is_set()
+
+    @property
     def has_servers(self) -> bool:
         """Whether a server with the committed weights is left."""
         return bool(self._live())

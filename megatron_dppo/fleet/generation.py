@@ -396,6 +396,11 @@ class Generation:
             self.running = runner.submit(self._timed(work))
 
     @property
+    def is_begun(self) -> bool:
+        """Whether this attempt requests responses. False if all responses existed before it."""
+        return self.running is not None
+
+    @property
     def is_lost(self) -> bool:
         """Whether this attempt has ended because no server was left."""
         running = self.running

@@ -416,6 +416,12 @@ class EngineSession:
             EngineUnavailableError: no server is available.
             WeightsLostError: the fleet's weights are lost and ``mixes`` is false.
         """
+        if not self._connections.client.is_serving and collectives.any_rank(generation.is_begun):
+            # No call is sent before an update, and the caller is not about to make an update while it waits here.
+            log.warning(
+                "%s: responses are missing, so the weights are sent", generation.description
+            )
+            self._restore(trainer_version)
         while True:
             done_before = len(generation.done)
             end, own_reason = self._connections.wait(generation)

@@ -33,6 +33,7 @@ from megatron_dppo.loop.gap_guard import GapError
 from megatron_dppo.loop.input_hashes import BackgroundHashes
 from megatron_dppo.loop.inputs import RunData, model_files
 from megatron_dppo.loop.learning import Learner, PlannedBatch
+from megatron_dppo.loop.ownership import own_positions
 from megatron_dppo.loop.profiling import StepProfiler
 from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.resuming import resume
@@ -51,7 +52,7 @@ from megatron_dppo.loop.run_state import FILES, ResumeError, RunState, changes_o
 from megatron_dppo.loop.sample_maker import SampleMaker
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.server_access import free_shared_devices
-from megatron_dppo.loop.spool import ResponseSpool, settings_of_responses
+from megatron_dppo.loop.spool import OwnShare, ResponseSpool, settings_of_responses
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.metrics.records import (
@@ -194,9 +195,7 @@ class Run:
             self.state = self._resume()
             self.spool = self._open_spool()
             stack.callback(self.spool.close)
-            self.earlier_rows = on_rank_0(
-                partial(_rows_after, config.run.directory, self.state.step)
-            )
+            self.earlier_rows = on_rank_0(self._rows_of_repeated_steps)
             """Metrics rows of the steps that this start repeats, by the step as text. Earlier ranks wrote these rows:
             the ranks before a restart, or the ranks of an earlier start."""
         self._open_generation(stack)
@@ -249,11 +248,29 @@ class Run:
         spool = ResponseSpool(folder, self.trainer.topology.rank, oldest_version)
         identity = identity_of(config, self.data.train.sha256)
         settings_digest = text_digest(settings_of_responses(settings_of(config)), identity)
-        spool.open(settings_digest, self.state.step, is_fresh=self._is_fresh)
+        own_groups = partial(own_positions, topology=self.trainer.topology)
+        share = OwnShare(own_groups, config.rollout.group_size, self.data.train.problems)
+        spool.open(settings_digest, self.state.step, share, is_fresh=self._is_fresh)
         repeated_steps = spool.last_trained - self.state.step
         if repeated_steps > 0:
             log.info("repeating %d steps from the responses of earlier ranks", repeated_steps)
         return spool
+
+    def _rows_of_repeated_steps(self) -> dict[str, Any]:
+        """Return the metrics rows of the steps that this start repeats. Called on rank 0.
+
+        The recorder drops these rows from the records. So store them in the spool: another restart may come before all
+        of them are written again.
+        """
+        step = self.state.step
+        # A row of the records is newer than a row of the spool.
+        rows = self.spool.read_rows() | _rows_after(self.config.run.directory, step)
+        repeated_rows: dict[str, Any] = {}
+        for number, row in rows.items():
+            if (step == 0 or int(number) > step) and self._repeats(int(number)):
+                repeated_rows[number] = row
+        self.spool.keep_rows(repeated_rows)
+        return repeated_rows
 
     def _open_generation(self, stack: ExitStack) -> None:
         """Open the engine session, the scorer and the episodes. ``stack`` closes them."""
@@ -375,9 +392,8 @@ class Run:
         """Record that ``step`` is complete. ``weights``: the hash of the weights that the step made. Collective."""
         self.state.step = step
         self.state.sampler = sampler
-        self.spool.flush()
+        self.spool.sync(step)
         self.fence.check_together()
-        # After the collective check, every rank has written its responses of the step.
         self.spool.note_trained(step, weights)
 
     def _lacks_evaluation(self, step: int) -> bool:
@@ -385,7 +401,7 @@ class Run:
         return any_rank(self.recorder.lacks_evaluation(self.evaluations.last_due(step)))
 
     def _repeats(self, step: int) -> bool:
-        """Return whether earlier ranks have trained on ``step`` already, and the spool has its responses."""
+        """Return whether earlier ranks have trained on ``step`` already, and the spool has all its responses."""
         return step <= self.spool.last_trained
 
     def step(self) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,7 +91,6 @@ def two_leaders() -> Any:
 def source_of(
     folder: str, engine: ScriptedEngine, scorer, sampler, changes: dict[str, Any], spool=None
 ):
-    from pathlib import Path
 
     import torch.distributed as dist
 
@@ -189,6 +192,23 @@ def run_steps(
     }
 
 
+def open_spool(folder: str, step: int, *, staleness: int = 0, is_fresh: bool) -> Any:
+    from functools import partial
+
+    import torch.distributed as dist
+
+    from megatron_dppo.data.trajectory import Problem
+    from megatron_dppo.loop.ownership import own_positions
+    from megatron_dppo.loop.spool import OwnShare, ResponseSpool
+
+    oldest = lambda step: max(0, step - 1 - staleness)  # noqa: E731
+    spool = ResponseSpool(Path(folder) / "spool", dist.get_rank(), oldest)
+    problems = [Problem(i, "p", "1", (i, 1)) for i in range(64)]
+    share = OwnShare(partial(own_positions, topology=two_leaders()), GROUP, problems)
+    spool.open("settings", step, share, is_fresh=is_fresh)
+    return spool
+
+
 def restart_ranks(
     folder: str, changes: dict[str, Any], *, flat: int = 1000, same_weights: bool = True
 ) -> dict[str, Any]:
@@ -197,19 +217,10 @@ def restart_ranks(
     Return the batches of both, and the number of requests for repeated steps and for the new step.
     """
     from contextlib import closing
-    from pathlib import Path
 
     import torch.distributed as dist
 
-    from megatron_dppo.loop.spool import ResponseSpool
-
     staleness = changes.get("max_staleness", 0)
-
-    def open_spool(step: int, *, is_fresh: bool) -> ResponseSpool:
-        oldest = lambda step: max(0, step - 1 - staleness)  # noqa: E731
-        spool = ResponseSpool(Path(folder) / "spool", dist.get_rank(), oldest)
-        spool.open("settings", step, is_fresh=is_fresh)
-        return spool
 
     def digests(batch) -> list[Any]:
         held = sorted(batch.trajectories.items())
@@ -222,14 +233,16 @@ def restart_ranks(
 
     first, second, states = [], [], []
     engine, sampler = ScriptedEngine(flat), fresh_sampler()
-    with scorer_without(None) as scorer, closing(open_spool(0, is_fresh=True)) as spool:
+    with (
+        scorer_without(None) as scorer,
+        closing(open_spool(folder, 0, staleness=staleness, is_fresh=True)) as spool,
+    ):
         source = source_of(folder, engine, scorer, sampler, changes, spool)
         for step in (1, 2):
             batch = source.collect(step)
             first.append([digests(batch), upcoming(batch)])
             states.append(batch.sampler)
-            spool.flush()
-            dist.barrier()
+            spool.sync(step)
             spool.note_trained(step, f"weights {step}")
             source.wait_before_update(step)
             engine.version = step
@@ -246,7 +259,10 @@ def restart_ranks(
     engine, sampler = ScriptedEngine(flat), fresh_sampler()
     engine.version = 2
     sampler.load_state_dict(states[0])
-    with scorer_without(None) as scorer, closing(open_spool(1, is_fresh=False)) as spool:
+    with (
+        scorer_without(None) as scorer,
+        closing(open_spool(folder, 1, staleness=staleness, is_fresh=False)) as spool,
+    ):
         source = source_of(folder, engine, scorer, sampler, changes, spool)
         batch = source.collect(2)
         second.append([digests(batch), upcoming(batch)])
@@ -262,6 +278,86 @@ def restart_ranks(
         "new": engine.request_counts[len(repeated)],
         "known": sorted(spool.known_digests),
     }
+
+
+def damage_frame(step_folder: Path) -> None:
+    frames = step_folder / "rank1.frames"
+    content = bytearray(frames.read_bytes())
+    content[-1] ^= 1
+    frames.write_bytes(content)
+
+
+def draw_others(step_folder: Path) -> None:
+    draws = step_folder / "draws.jsonl"
+    line = json.loads(draws.read_text())
+    draws.write_text(json.dumps({**line, "problems": line["problems"][::-1]}) + "\n")
+
+
+HARMS: dict[str, Callable[[Path], None]] = {
+    "a damaged frame": damage_frame,
+    "no file of a rank": lambda step_folder: (step_folder / "rank0.frames").unlink(),
+    "no folder": shutil.rmtree,
+    "other draws": draw_others,
+    "no draws": lambda step_folder: (step_folder / "draws.jsonl").unlink(),
+}
+
+
+def restart_ranks_after_harm(folder: str, harm: Callable[[Path], None]) -> dict[str, Any]:
+    """Ranks die after step 3. Files of step 2 are harmed. New ranks continue from step 0.
+
+    Return the last step that they repeat, and the number of requests of this rank by step.
+    """
+    from contextlib import closing
+
+    import torch.distributed as dist
+
+    def run(spool, steps: range) -> list[int]:
+        engine = ScriptedEngine(1000)
+        with scorer_without(None) as scorer, closing(spool):
+            source = source_of(folder, engine, scorer, fresh_sampler(), {}, spool)
+            for step in steps:
+                engine.version = step - 1
+                source.collect(step)
+                spool.sync(step)
+                spool.note_trained(step, f"weights {step}")
+        return engine.request_counts
+
+    run(open_spool(folder, 0, is_fresh=True), range(1, 4))
+    if dist.get_rank() == 0:
+        harm(Path(folder) / "spool" / "step_000002")
+    dist.barrier()
+    spool = open_spool(folder, 0, is_fresh=False)
+    repeated = spool.last_trained
+    requests = run(spool, range(1, 4))
+    # After another death everything is repeated.
+    spool = open_spool(folder, 0, is_fresh=False)
+    repeated_later = spool.last_trained
+    return {
+        "repeated": [repeated, repeated_later],
+        "requests": [requests, run(spool, range(1, 4))],
+    }
+
+
+def fail_to_write(folder: str) -> dict[str, Any]:
+    """Rank 1 can't write its responses of step 2. Return the steps that the next ranks repeat, and the failures."""
+    import torch.distributed as dist
+
+    spool = open_spool(folder, 0, is_fresh=True)
+    failures = []
+    if dist.get_rank() == 1:
+        (Path(folder) / "spool" / "step_000002" / "rank1.frames").mkdir(parents=True)
+    for step in (1, 2, 3):
+        from megatron_dppo.data.response_frames import ScoredResponse
+        from megatron_dppo.data.trajectory import Trajectory
+
+        response = Trajectory.of_response([1], [2], problem_id=1)
+        spool.keep(step, ScoredResponse((0, 0), response, {"value": 1.0}))
+        spool.sync(step)
+        spool.note_trained(step, f"weights {step}")
+        failures.append(spool._failure)
+    spool.close()
+    trained = (Path(folder) / "spool" / "trained.jsonl").read_text().splitlines()
+    return {"trained": [json.loads(line)["step"] for line in trained], "failures": failures}
 
 
 def late_weights(folder: str) -> str:
@@ -282,7 +378,6 @@ def late_weights(folder: str) -> str:
 
 def read_saved_batch(folder: str) -> dict[str, Any]:
     """Return what this leader reads of a saved batch of three groups, and its errors if the data have changed."""
-    from pathlib import Path
 
     import torch.distributed as dist
 
@@ -381,6 +476,8 @@ def worker(folder: str) -> dict[str, Any]:
             for name, case in RESTARTS.items()
         },
         "restarted, others": restart_ranks(folder, RETRACT, same_weights=False),
+        "harmed": {name: restart_ranks_after_harm(folder, harm) for name, harm in HARMS.items()},
+        "unwritten": fail_to_write(folder),
         "late": late_weights(folder),
         "replayed": read_saved_batch(folder),
     }
@@ -412,6 +509,26 @@ def test_responses_of_other_weights_are_sampled_anew(ranks):
     """The repeated steps gave other weights, as they may on a GPU."""
     for rank in ranks:
         assert rank["restarted, others"]["new"] == PROMPTS // 2 * GROUP
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_ranks_repeat_no_step_that_lacks_a_response_on_one_rank(ranks, harm):
+    whole = PROMPTS // 2 * GROUP
+    lost = {"a damaged frame": [0, 1], "no file of a rank": [whole, 0], "no draws": [0, 0]}
+    for number, rank in enumerate(ranks):
+        run = rank["harmed"][harm]
+        assert run["repeated"] == [1, 3]
+        # Step 1 is repeated. Responses to other problems than the drawn ones are sampled anew.
+        assert run["requests"][0] == [0, lost.get(harm, [whole, whole])[number], whole]
+        assert run["requests"][1] == [0, 0, 0]
+
+
+def test_all_ranks_stop_keeping_when_one_rank_cannot_write(ranks):
+    for rank in ranks:
+        assert rank["unwritten"]["trained"] == [1]
+        own_steps = rank["unwritten"]["failures"]
+        assert own_steps[0] is None
+        assert all("rank 1 can" in failure and "spool" in failure for failure in own_steps[1:])
 
 
 def sampler_order(seed: int = 3) -> list[int]:

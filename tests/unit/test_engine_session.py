@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient, record_of_command
@@ -270,3 +270,28 @@ def test_without_a_server_the_weights_are_lost(open_small):
     small.server.delay_s = 60.0
     with pytest.raises(WeightsLostError, match="version 1"):
         evaluate(small, dies=True)
+
+
+# --- a generation of a repeated step, before the servers have weights
+
+
+@pytest.mark.parametrize("stored", [0, 1, 2])
+def test_a_wait_for_missing_responses_first_sends_the_weights(open_small, monkeypatch, stored):
+    small = open_small()
+    small.server.version = 2
+    session, connections = small.session, small.session._connections
+    # Without an update the wait would not end.
+    monkeypatch.setattr(connections, "_stop", own_patience(10).is_exhausted)
+    updates: list[int] = []
+
+    def restore(version: int) -> None:
+        updates.append(version)
+        connections.serve(session._agree_on_members(), version)
+
+    monkeypatch.setattr(session, "_restore", restore)
+    job = GenerationJob((Problem(0, "a", "b", (3, 4)),), 2, SamplingParams(4))
+    done = {(0, i): Trajectory.of_response((3, 4), [5], text="stored") for i in range(stored)}
+    generation = session.start(job, "step 3: generate", done=done)
+    texts = [t.text for t in session.finish(generation, 2)]
+    assert texts == ["stored"] * stored + ["engine0"] * (2 - stored)
+    assert updates == ([] if stored == 2 else [2])

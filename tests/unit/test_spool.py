@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch.distributed as dist
 
+from megatron_dppo.data.response_frames import ScoredResponse
 from megatron_dppo.data.sampling import ProblemSampler, ReturningSampler
 from megatron_dppo.data.trajectory import Problem, Trajectory
-from megatron_dppo.loop import spool as spool_module
 from megatron_dppo.loop.scorer import PendingScore
-from megatron_dppo.loop.spool import ResponseSpool
+from megatron_dppo.loop.spool import OwnShare, ResponseSpool, settings_of_responses
 from megatron_dppo.rewards.verifier import Score
 
 PROBLEMS = [Problem(number, "p", "1", (number, 1)) for number in (7, 8)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def spool_in(folder: Path) -> ResponseSpool:
     return ResponseSpool(folder, 0, lambda step: step - 1)
+
+
+def open_alone(spool: ResponseSpool, step: int, *, is_fresh: bool) -> None:
+    """Open the spool of a run with one rank and one response per problem."""
+    spool.open("settings", step, OwnShare(list, 1, PROBLEMS), is_fresh=is_fresh)
 
 
 def response(problem: Problem, version: int) -> Trajectory:
@@ -47,22 +65,72 @@ def test_only_young_responses_to_the_same_problem_are_found(tmp_path: Path) -> N
     spool.close()
 
 
-def test_responses_after_a_damaged_file_are_found_by_the_next_start(
-    tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.setattr(spool_module, "on_rank_0", lambda function: function())
+def test_a_response_is_young_only_if_all_its_tokens_are(tmp_path: Path) -> None:
+    spool = spool_in(tmp_path / "spool")
+    for index, versions in enumerate(([3, 4], [4, 4], [4, 5], [2, 3])):
+        columns = {"weight_version": np.array(versions, np.int32)}
+        mixed = Trajectory.of_response(
+            PROBLEMS[0].prompt_ids, [3, 3], problem_id=7, columns=columns
+        )
+        spool.keep(5, ScoredResponse((0, index), mixed, asdict(Score(1.0))))
+    spool.flush()
+    assert sorted(spool.found(5)) == [(0, 1)]
+    spool.close()
+
+
+def test_another_seed_makes_other_responses() -> None:
+    run = {"directory": "run", "seed": 1, "steps": 9, "max_restarts": 3}
+    settings = {"run": run, "model": {"dtype": "float32"}}
+    kept = settings_of_responses(settings)
+    assert kept == settings_of_responses({**settings, "run": {**run, "steps": 8}})
+    for changes in ({"run": {**run, "seed": 2}}, {"run": {**run, "directory": "b"}}, {"model": {}}):
+        assert settings_of_responses({**settings, **changes}) != kept
+
+
+def test_stored_rows_are_read_by_the_next_start(tmp_path: Path) -> None:
+    spool = spool_in(tmp_path / "spool")
+    assert spool.read_rows() == {}
+    open_alone(spool, 0, is_fresh=True)
+    rows = {"0": {"step": 0, "a": None}, "1": {"step": 1, "a": 0.5}}
+    spool.keep_rows(rows)
+    assert spool_in(tmp_path / "spool").read_rows() == rows
+    assert ResponseSpool(None, 0, lambda step: step - 1).read_rows() == {}
+
+
+def test_responses_are_synced_before_a_step_counts_as_trained(tmp_path: Path, monkeypatch) -> None:
+    spool = spool_in(tmp_path / "spool")
+    open_alone(spool, 0, is_fresh=True)
+    synced: list[str] = []
+    sync = os.fsync
+
+    def note_sync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    spool.note_draws(1, 1, [0])
+    spool.keep(1, ScoredResponse((0, 0), response(PROBLEMS[0], 0), asdict(Score(1.0))))
+    spool.sync(1)
+    assert {"draws.jsonl", "rank0.frames", "step_000001"} <= set(synced)
+    assert "trained.jsonl" not in synced
+    spool.note_trained(1, "hash")
+    assert synced[-1] == "trained.jsonl"
+    spool.close()
+
+
+def test_responses_after_a_damaged_file_are_found_by_the_next_start(tmp_path: Path) -> None:
     folder = tmp_path / "spool"
     first = spool_in(folder)
-    first.open("settings", 0, is_fresh=True)
+    open_alone(first, 0, is_fresh=True)
     first.close()
     (folder / "trained.jsonl").write_bytes(b"\xff\xfe\n")
     second = spool_in(folder)
-    second.open("settings", 4, is_fresh=False)
+    open_alone(second, 4, is_fresh=False)
     second.part(5, [0]).keep((0, 0), response(PROBLEMS[0], 4), Score(1.0))
     second.flush()
     second.close()
     third = spool_in(folder)
-    third.open("settings", 4, is_fresh=False)
+    open_alone(third, 4, is_fresh=False)
     assert sorted(third.found(5)) == [(0, 0)]
     third.close()
 
