@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from megatron_dppo.config.data_schema import REWARD_OF_ENVIRONMENT
 from megatron_dppo.data.gold_answers import gold_answer
 from megatron_dppo.data.thoughts import TurnText
 
@@ -331,7 +330,7 @@ REWARDS: dict[str, Reward] = {
     "judge": Reward(f"{_HTTP}:Judge"),
     "verl": Reward("megatron_dppo.rewards.verl:ComputeScore"),
     "reasoning_gym": Reward(f"{_GYM}:score", reads="answer"),
-    REWARD_OF_ENVIRONMENT: Reward("megatron_dppo.rewards:no_reward", runs_inline=True),
+    "environment": Reward("megatron_dppo.rewards:no_reward", runs_inline=True),
 }
 
 
