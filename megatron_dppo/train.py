@@ -40,6 +40,7 @@ from megatron_dppo.launch.library_checks import (
     CHECK,
     check_everything,
     check_in_child,
+    embedding_warnings,
     untried_options,
 )
 from megatron_dppo.launch.srun import adopt_slurm_rank
@@ -122,6 +123,8 @@ def _check(options: argparse.Namespace) -> int:
     for warning in untried_options(config):
         print(f"warning: {warning}")
     if not precedes_start:
+        for warning in embedding_warnings(config.model.hf_checkpoint):
+            print(f"warning: {warning}")
         # In a run, rank 0 logs these changes.
         changes = _changes(config)
         if changes is not None:

@@ -124,6 +124,45 @@ def untried_options(config: PolicyConfig) -> list[str]:
     return [*MEGATRON.untried(config.megatron), *SGLANG.untried(sglang), *model_warnings]
 
 
+_ROWS_AT_ONCE = 16384
+"""Rows of an embedding that are in memory at a time: 128 MiB of float32 for a width of 2048."""
+
+
+def embedding_warnings(checkpoint: str) -> list[str]:
+    """Return a warning if tokens of the tokenizer have embedding rows of zeros in the Hugging Face folder.
+
+    transformers may freeze such a row (``padding_idx``), and Megatron-Core trains it: once its token is sampled, the
+    norm after the embedding divides by nearly 0, and the gradient explodes. The result is empty if a file is missing:
+    other checks report it.
+    """
+    from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader
+    from megatron_dppo.data.problems import load_tokenizer
+    from megatron_dppo.model.errors import CheckpointError
+    from megatron_dppo.model.families import family_of
+
+    zero_ids: list[int] = []
+    try:
+        shape = load_model_shape(checkpoint)
+        known_ids = set(load_tokenizer(checkpoint).get_vocab().values())
+        name, _ = family_of(shape).vocabulary_tensors
+        with SafetensorsReader(checkpoint) as reader:
+            for start in range(0, shape.vocab_size, _ROWS_AT_ONCE):
+                rows = reader.read_rows(name, start, min(_ROWS_AT_ONCE, shape.vocab_size - start))
+                is_zero = (rows == 0).flatten(1).all(1)
+                zero_ids += [start + row for row in is_zero.nonzero().flatten().tolist()]
+    except (CheckpointError, ModelError, OSError, ValueError, KeyError):
+        return []
+    ids = [token_id for token_id in zero_ids if token_id in known_ids]
+    if not ids:
+        return []
+    shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+    return [
+        f"model.hf_checkpoint: {name} has rows of zeros for {len(ids)} tokens of the tokenizer (ids {shown}): if one "
+        "is sampled, its gradient can be a hundred thousand times a usual one; give the rows values, such as the mean "
+        "row"
+    ]
+
+
 def _check_all(
     check: Callable[[], T],
     source: str,
