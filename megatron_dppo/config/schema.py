@@ -642,17 +642,6 @@ class PolicyConfig(Section):
         """Whether routers use the recorded choices of the engine."""
         return False
 
-    def passed_variables(self) -> dict[str, list[str]]:
-        """Return each list of environment variables that processes of the run receive, by its key."""
-        lists = {
-            "engine.passed_variables": self.engine.passed_variables,
-            "environment.passed_variables": self.environment.passed_variables,
-            "reward.passed_variables": self.reward.passed_variables,
-        }
-        for name, term in self.reward.further.items():
-            lists[f"reward.further.{name}.passed_variables"] = term.passed_variables
-        return lists
-
     @property
     def keeps_reference(self) -> bool:
         """Whether the trainer must keep the weights that it started from, because the loss compares with them."""
@@ -692,6 +681,17 @@ class TrainConfig(PolicyConfig):
     def router_replay(self) -> bool:
         """R3, as configured for the rollouts."""
         return self.rollout.router_replay
+
+    def passed_variables(self) -> dict[str, list[str]]:
+        """Return each list of environment variables that processes of the run receive, by its key."""
+        lists = {
+            "engine.passed_variables": self.engine.passed_variables,
+            "environment.passed_variables": self.environment.passed_variables,
+            "reward.passed_variables": self.reward.passed_variables,
+        }
+        for name, term in self.reward.further.items():
+            lists[f"reward.further.{name}.passed_variables"] = term.passed_variables
+        return lists
 
     @property
     def keeps_reference(self) -> bool:
