@@ -12,6 +12,8 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
+from megatron_dppo.data.records import DataError
+from megatron_dppo.data.tokenizer import has_tokenizer, load_named_tokenizer
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import CheckpointError
@@ -158,6 +160,7 @@ def _hf_to_megatron(arguments: argparse.Namespace) -> int:
         f"{arguments.out}: {len(result.tensors)} tensors, {result.shape.family}, torch_dist, for any "
         f"layout, {result.dtype}"
     )
+    _warn_of_tokenizer(arguments.hf)
     return 0
 
 
@@ -180,7 +183,19 @@ def _megatron_to_hf(arguments: argparse.Namespace) -> int:
     print(f"{arguments.out}: {len(result.tensors)} tensors, {result.dtype}, hashes as recorded")
     if hf_config is not None and arguments.hf_config is None:
         print(f"config and tokenizer: {hf_config}, the start model of the run")
+    _warn_of_tokenizer(arguments.out)
     return 0
+
+
+def _warn_of_tokenizer(folder: Path) -> None:
+    """Print a warning if the folder has a tokenizer that is damaged, or that transformers loads with other rules."""
+    if not has_tokenizer(folder):
+        return
+    try:
+        # The loader logs a warning of other rules.
+        load_named_tokenizer(folder, local_files_only=True)
+    except DataError as error:
+        print(f"warning: {error}", file=sys.stderr)
 
 
 def _start_model(checkpoint: Path) -> Path:
@@ -217,6 +232,7 @@ def _hf_to_fp8(arguments: argparse.Namespace) -> int:
         specs = quantize_folder(arguments.hf, arguments.out, advance)
     size = sum(spec.bytes for spec in specs.values())
     print(f"{arguments.out}: {len(specs)} tensors, {size:,} bytes, block FP8")
+    _warn_of_tokenizer(arguments.hf)
     return 0
 
 
@@ -236,6 +252,7 @@ def _merge_adapters(arguments: argparse.Namespace) -> int:
     with _bytes_progress("merging", _stored_bytes(arguments.hf)) as advance:
         result = merge_adapters(arguments.hf, arguments.adapters, arguments.out, advance)
     print(f"{arguments.out}: {len(result.tensors)} tensors, {result.dtype}, adapters merged")
+    _warn_of_tokenizer(arguments.hf)
     return 0
 
 

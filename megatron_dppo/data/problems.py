@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.config.checks import PLACEHOLDER
 from megatron_dppo.data.chat import (
@@ -39,6 +39,7 @@ from megatron_dppo.data.records import (
     unread_columns,
 )
 from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.data.tokenizer import has_tokenizer, load_named_tokenizer
 from megatron_dppo.model.families import language_model_values
 
 log = logging.getLogger(__name__)
@@ -386,14 +387,13 @@ def _problem_messages(prompt: Prompt, whole_prompt: Prompt) -> tuple[Mapping[str
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in ``folder`` (local files only). Raises DataError if it is missing or damaged."""
-    if not (Path(folder) / "tokenizer_config.json").is_file():
+    """Load the tokenizer in ``folder`` (local files only), with the rules of its tokenizer.json.
+
+    Raises DataError if the tokenizer is missing or damaged, or as ``with_file_rules``.
+    """
+    if not has_tokenizer(folder):
         raise DataError(f"{folder}: no tokenizer here, expected a tokenizer_config.json")
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    # A damaged file can cause any exception; the tokenizers library raises bare Exceptions.
-    except Exception as error:
-        raise DataError(f"{folder}: its tokenizer can't be loaded: {_describe(error)}") from error
+    return load_named_tokenizer(folder, local_files_only=True)
 
 
 def short_enough(
@@ -485,7 +485,7 @@ def token_counts(
     """
     counts = []
     for text, by_template in rendered(tokenizer, prompts, form, locations, tools):
-        pieces = _encode_in_pieces(tokenizer, text, by_template)
+        pieces = encode_in_pieces(tokenizer, text, by_template)
         counts.append(sum(map(len, pieces)))
     return counts
 
@@ -499,10 +499,10 @@ def distinct_tokens(
 ) -> set[int]:
     """The set of token ids of a prompt in ``form``."""
     ((text, by_template),) = rendered(tokenizer, [prompt], form, [location], [tools])
-    return set().union(*_encode_in_pieces(tokenizer, text, by_template))
+    return set().union(*encode_in_pieces(tokenizer, text, by_template))
 
 
-def _encode_in_pieces(
+def encode_in_pieces(
     tokenizer: PreTrainedTokenizerBase,
     text: str,
     by_template: bool,
@@ -514,6 +514,7 @@ def _encode_in_pieces(
     return _encode(tokenizer, pieces, adds_special=is_whole and not by_template)
 
 
+    """Yield the ids of a rendered prompt, piece by piece. ``by_template``: whether the chat template wrote it."""
 def _encode(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],

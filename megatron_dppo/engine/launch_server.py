@@ -37,6 +37,7 @@ from megatron_dppo.engine import (
     raw_checksums,
     recordings,
     server_state,
+    server_tokenizer,
 )
 from megatron_dppo.engine.adapter_digests import VARIABLE, register_digests
 from megatron_dppo.engine.options import HOSTS_VARIABLE
@@ -189,6 +190,7 @@ def _change_sglang() -> None:
     direct_loading.register()
     flushing.register()
     ngram_drafts.register()
+    server_tokenizer.register()
     if VARIABLE in os.environ:
         register_digests()
 

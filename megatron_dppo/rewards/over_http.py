@@ -23,6 +23,7 @@ import aiohttp
 
 from megatron_dppo.data.chat import render
 from megatron_dppo.data.control_tokens import ControlTokens
+from megatron_dppo.data.records import DataError
 from megatron_dppo.rewards import RewardInput, RewardUnavailableError
 from megatron_dppo.rewards.result import USABLE_NUMBER, RewardResult, is_usable
 from megatron_dppo.system.network import url_fault
@@ -275,16 +276,13 @@ class RewardModel:
 def _loaded_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """Load a reward model's tokenizer. Raises ValueError if it can't be loaded, or has no chat template."""
     # Import lazily: the import takes seconds, and a judge does not need the library.
-    from transformers import AutoTokenizer
+    from megatron_dppo.data.tokenizer import load_named_tokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    # Damaged files can raise any exception; the tokenizers library raises bare Exceptions.
-    except Exception as error:
-        reason = " ".join(str(error).split())[:_MAX_SHOWN]
+        tokenizer = load_named_tokenizer(folder)
+    except DataError as error:
         raise ValueError(
-            f"tokenizer: got {folder!r}, expected the folder or the hub's name of a tokenizer: "
-            f"{type(error).__name__}: {reason}"
+            f"tokenizer: got {folder!r}, expected the folder or the hub's name of a tokenizer: {error}"
         ) from error
     if tokenizer.chat_template is None:
         raise ValueError(f"tokenizer: got {folder!r}, expected one with a chat template")

@@ -27,7 +27,7 @@ from megatron_dppo.cluster.rehearsal.layout import smaller_layout
 from megatron_dppo.cluster.rehearsal.problems import Problems, make_problems
 from megatron_dppo.cluster.rehearsal.shrinking import Omission, RehearsalInputs
 from megatron_dppo.cluster.rehearsal.tiny_model import KnownModel
-from megatron_dppo.cluster.rehearsal.tokenizer import has_tokenizer, write_tokenizer
+from megatron_dppo.cluster.rehearsal.tokenizer import write_tokenizer
 from megatron_dppo.cluster.rehearsal.usage import MIB, UsageByPhase, UsageSample
 from megatron_dppo.cluster.rehearsal.weights import write_model
 from megatron_dppo.config import (
@@ -40,6 +40,7 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.data.tokenizer import has_tokenizer
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.server_arguments import table_faults_elsewhere
 from megatron_dppo.environments.over_http import absent_services

@@ -27,11 +27,6 @@ CHAT_TEMPLATE = (
 )
 
 
-def has_tokenizer(folder: str | Path) -> bool:
-    """Whether ``folder`` has a tokenizer."""
-    return (Path(folder) / "tokenizer_config.json").is_file()
-
-
 def byte_vocabulary_size() -> int:
     """Return the number of bytes and special tokens, rounded up to a multiple of 4."""
     return ceil_to(256 + len(SPECIAL_TOKENS), 4)

@@ -1,0 +1,154 @@
+"""The tokenizer of a Hugging Face folder, compared with its tokenizer.json.
+
+For many folders transformers ignores the rules of tokenizer.json, and builds the tokenizer of a class: the class that
+tokenizer_config.json names, or the class of the model's type. If the class does not fit, the text and its ids part
+ways. For example, a LlamaTokenizer made of a byte-level tokenizer.json loses every space and every line end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo.data.records import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+_CONFIG = "tokenizer_config.json"
+_COMPARED_TEXTS = (
+    "What is 3+5?\n\nIt  is 8.",
+    " A space before,\ta tab, a line end\r\n  and [1, 23, 456, 7890] \n",
+    "don't, THEY'LL: naïve, cafe\u0301, \ufb01, \u2167, 日本語, Москва, \N{SLIGHTLY SMILING FACE}",
+    "def f(x):\n\n    return x**2  # 1,234.5\n\n\n",
+)
+"""Texts with spaces, line ends, digits and letters of several scripts. Tokenizers differ in how they split these."""
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether ``folder`` has a tokenizer."""
+    return (Path(folder) / _CONFIG).is_file()
+
+
+def load_named_tokenizer(
+    name: str | Path, *, local_files_only: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder, or of a name on the hub, with the rules of its tokenizer.json.
+
+    Raises DataError if the tokenizer can't be loaded, or as ``with_file_rules``.
+    """
+    # Import lazily: the import takes seconds.
+    from transformers import AutoTokenizer
+
+    tokenizer = _loaded(AutoTokenizer, name, local_files_only)
+    return with_file_rules(tokenizer, name, local_files_only=local_files_only)
+
+
+def with_file_rules(
+    tokenizer: PreTrainedTokenizerBase, name: str | Path, *, local_files_only: bool = True
+) -> PreTrainedTokenizerBase:
+    """Return ``tokenizer``, loaded from ``name``, if it follows tokenizer.json. Otherwise load one that does.
+
+    A tokenizer with other rules is logged as a warning. Raises DataError if its other files contradict tokenizer.json
+    with any class.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    rules = _rules_of(name, local_files_only)
+    if rules is None:
+        return tokenizer
+    difference = _difference(rules, tokenizer)
+    if difference is None:
+        return tokenizer
+    # This class keeps tokenizer.json as it is.
+    plain_tokenizer = _loaded(PreTrainedTokenizerFast, name, local_files_only)
+    remaining_difference = _difference(rules, plain_tokenizer)
+    if remaining_difference is not None:
+        raise DataError(
+            f"{name}: with the keys of {_CONFIG}, the tokenizer {remaining_difference}; expected the rules of "
+            "tokenizer.json. Remove the key that changes them, for example a further token"
+        )
+    log.warning(
+        "%s: transformers builds a %s (tokenizer_class in %s: %s), which %s. This program uses the rules of "
+        "tokenizer.json. Others that load the folder by transformers get the other ids; for most the way out is the "
+        "tokenizer_class 'PreTrainedTokenizerFast', which keeps the rules of tokenizer.json",
+        name,
+        type(tokenizer).__name__,
+        _CONFIG,
+        json.dumps(_declared_class(name)),
+        difference,
+    )
+    return plain_tokenizer
+
+
+def _loaded(loader: Any, name: str | Path, local_files_only: bool) -> PreTrainedTokenizerBase:
+    """Load a tokenizer by ``loader.from_pretrained``. Raises DataError."""
+    # Without cleaning up, a decoded text keeps all its spaces, as in SGLang's answers.
+    options = {"local_files_only": local_files_only, "clean_up_tokenization_spaces": False}
+    try:
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(str(name), **options)
+    # A damaged file can cause any exception; the tokenizers library raises bare Exceptions.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{name}: its tokenizer can't be loaded: {type(error).__name__}: {reason}"
+        ) from error
+    return tokenizer
+
+
+def _difference(rules: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Describe the first text whose ids, or the text of whose ids, differ between a tokenizer and ``rules``.
+
+    Returns None without a difference.
+    """
+    for text in _COMPARED_TEXTS:
+        expected_ids = rules.encode(text, add_special_tokens=False).ids
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        expected_text = rules.decode(expected_ids, skip_special_tokens=False)
+        other_text = rules.decode(ids, skip_special_tokens=False)
+        if other_text != expected_text:
+            return f"encodes {text!r} as the ids of {other_text!r}"
+        if ids != expected_ids:
+            return f"encodes {text!r} as {ids}, tokenizer.json as {expected_ids}"
+        decoded_text = tokenizer.decode(expected_ids)
+        if decoded_text != expected_text:
+            return f"decodes the ids of {expected_text!r} as {decoded_text!r}"
+    return None
+
+
+def _file_of(name: str | Path, file: str, local_files_only: bool) -> str | None:
+    """Return the path of a folder's file, or of a downloaded file; None if there is no such file."""
+    from transformers.utils import cached_file
+
+    path: str | None = cached_file(
+        str(name),
+        file,
+        local_files_only=local_files_only,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    return path
+
+
+def _declared_class(name: str | Path) -> Any:
+    """Return the ``tokenizer_class`` of a tokenizer that has been loaded; None if its configuration names none."""
+    path = _file_of(name, _CONFIG, True)
+    if path is None:
+        return None
+    return json.loads(Path(path).read_text(encoding="utf-8")).get("tokenizer_class")
+
+
+def _rules_of(name: str | Path, local_files_only: bool) -> Tokenizer | None:
+    """Load tokenizer.json without its limits of length; None if there is none."""
+    from tokenizers import Tokenizer
+
+    path = _file_of(name, "tokenizer.json", local_files_only)
+    if path is None:
+        return None
+    rules = Tokenizer.from_file(path)
+    rules.no_truncation()
+    rules.no_padding()
+    return rules
