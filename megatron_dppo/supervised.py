@@ -70,7 +70,6 @@ def run_supervised_rank(config: SupervisedConfig) -> None:
 
 
 def _run(config: SupervisedConfig, fence: RunFence) -> None:
-    from megatron_dppo.data.problems import PromptForm, embedding_rows, load_pairs, load_tokenizer
     from megatron_dppo.data.sampling import ProblemSampler
     from megatron_dppo.trainer.trainer import Trainer
     from megatron_dppo.trainer.watchdog import patience
@@ -78,19 +77,7 @@ def _run(config: SupervisedConfig, fence: RunFence) -> None:
     out = Path(config.run.directory) / EXPORT_FOLDER
     if out.exists():
         raise CheckpointError(f"{out}: there already; remove it, or name another run.directory")
-    tokenizer = load_tokenizer(config.model.hf_checkpoint)
-    form = PromptForm(
-        config.data.apply_chat_template, arguments=config.data.chat_template_arguments
-    )
-    pairs = load_pairs(
-        config.data.train,
-        tokenizer,
-        form=form,
-        embedding_rows=embedding_rows(config.model.hf_checkpoint),
-    )
-    warning = data_files(config.data.train).warning
-    if warning:
-        log.warning("%s", warning)
+    pairs = _load_data(config)
     with patience("others start"):
         trainer = Trainer(config)
     fence.join()
@@ -107,6 +94,32 @@ def _run(config: SupervisedConfig, fence: RunFence) -> None:
     log.info(
         "supervised: %.3f -> %.3f nats a token in %d steps", losses[0], losses[-1], len(losses)
     )
+
+
+def _load_data(config: SupervisedConfig) -> list[Pair]:
+    """Load the tokenizer and the pairs, and log what is seldom intended. Raises DataError."""
+    from megatron_dppo.data.problems import (
+        PromptForm,
+        embedding_rows,
+        load_pairs,
+        load_tokenizer,
+        template_warnings,
+    )
+    from megatron_dppo.data.turn_ends import ResponseEnds
+
+    folder = config.model.hf_checkpoint
+    tokenizer = load_tokenizer(folder)
+    rows = embedding_rows(folder)
+    form = PromptForm(
+        config.data.apply_chat_template, arguments=config.data.chat_template_arguments
+    )
+    for warning in template_warnings(tokenizer, form, ResponseEnds.of(folder, tokenizer), rows):
+        log.warning("%s: %s", folder, warning)
+    pairs = load_pairs(config.data.train, tokenizer, form=form, embedding_rows=rows)
+    file_warning = data_files(config.data.train).warning
+    if file_warning:
+        log.warning("%s", file_warning)
+    return pairs
 
 
 def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> float:
@@ -154,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_as(SupervisedConfig, options.config, options.overrides)
         if options.check:
             check_everything_supervised(config, options.config)
+            _load_data(config)
             for warning in untried_options(config):
                 print(f"warning: {warning}")
             return 0

@@ -38,9 +38,14 @@ from megatron_dppo.data.records import (
     tools_of,
     unread_columns,
 )
-from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.data.tokenizer import has_tokenizer, load_named_tokenizer
-from megatron_dppo.model.families import language_model_values
+from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.data.turn_ends import (
+    ResponseEnds,
+    model_values,
+    prompt_end_warnings,
+    turn_end_warnings,
+)
 
 log = logging.getLogger(__name__)
 PIECE = 2**18
@@ -244,6 +249,8 @@ def load_problems(
     warning = left_out_tools(tokenizer, short_prompts, form, short_locations, short_tools)
     if warning is not None:
         log.warning("%s", warning)
+    for warning in prompt_end_warnings(tokenizer, prompt_ids):
+        log.warning("%s: %s", path, warning)
     problems: list[Problem] = []
     for i, ids in zip(positions, prompt_ids, strict=True):
         if len(ids) > max_prompt_tokens:
@@ -284,8 +291,8 @@ def load_pairs(
 ) -> list[Pair]:
     """Read and tokenise prompt-response pairs for supervised learning.
 
-    Prompts are as in ``load_problems``. The response is text under ``response``; the end-of-sequence token is appended
-    to its ids. Raises DataError for a record without prompt or response, and for a token beyond the ``embedding_rows``.
+    Prompts are as in ``load_problems``. The response is text under ``response``; its ids end with the end-of-sequence
+    token. Raises DataError for a record without prompt or response, and for a token beyond the ``embedding_rows``.
     """
     records, locations, *_ = read_all_records(path)
     prompts: list[Prompt] = []
@@ -303,9 +310,14 @@ def load_pairs(
     response_ids = tokenizer(responses, add_special_tokens=False)["input_ids"]
     for ids in (prompt_ids, response_ids):
         _refuse_tokens_beyond(embedding_rows, tokenizer, ids, locations)
+    for warning in prompt_end_warnings(tokenizer, prompt_ids):
+        log.warning("%s: %s", path, warning)
     pairs: list[Pair] = []
     for prompt_tokens, response_tokens in zip(prompt_ids, response_ids, strict=True):
-        pairs.append((prompt_tokens, (*response_tokens, tokenizer.eos_token_id)))
+        # A response's own text may have the end token already.
+        has_end = response_tokens[-1:] == [tokenizer.eos_token_id]
+        end_tokens = () if has_end else (tokenizer.eos_token_id,)
+        pairs.append((prompt_tokens, (*response_tokens, *end_tokens)))
     return pairs
 
 
@@ -314,13 +326,7 @@ def embedding_rows(folder: str | Path) -> int | None:
 
     A server crashes at a token without a row in the embedding, so prompts with tokens beyond the rows are refused.
     """
-    try:
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    rows = None
-    if isinstance(config, dict):
-        rows = language_model_values(config).get("vocab_size")
+    rows = model_values(folder).get("vocab_size")
     return rows if isinstance(rows, int) else None
 
 
@@ -507,6 +513,7 @@ def encode_in_pieces(
     text: str,
     by_template: bool,
 ) -> Iterator[list[int]]:
+    """Yield the ids of a rendered prompt, piece by piece. ``by_template``: whether the chat template wrote it."""
     # Tokenising a prompt of megabytes in one call would take gigabytes.
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
     # Special tokens belong to the whole prompt, not to each piece.
@@ -514,7 +521,6 @@ def encode_in_pieces(
     return _encode(tokenizer, pieces, adds_special=is_whole and not by_template)
 
 
-    """Yield the ids of a rendered prompt, piece by piece. ``by_template``: whether the chat template wrote it."""
 def _encode(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
@@ -627,8 +633,25 @@ def _tool_names(prompt: Prompt, tools: Tools) -> list[str]:
     return names
 
 
-def template_warnings(tokenizer: PreTrainedTokenizerBase, form: PromptForm) -> Iterator[str]:
-    """Yield warnings about effects of the chat template that are seldom intended."""
+def template_warnings(
+    tokenizer: PreTrainedTokenizerBase,
+    form: PromptForm,
+    ends: ResponseEnds,
+    embedding_rows: int | None = None,
+) -> Iterator[str]:
+    """Yield warnings about effects of the chat template that are seldom intended.
+
+    Args:
+        tokenizer: The tokenizer with the template.
+        form: The form of the prompts.
+        ends: What ends a response.
+        embedding_rows: Rows of the model's embedding; None if unknown.
+    """
+    if not ends.tokens and not ends.texts:
+        yield (
+            "no token and no text ends a response, so that every response is cut off at the length limit; expected an "
+            "eos_token_id in config.json or generation_config.json, or rollout.stop_token_ids"
+        )
     if tokenizer.chat_template is None or not form.apply_chat_template:
         return
     if has_date(tokenizer, form.arguments):
@@ -642,8 +665,4 @@ def template_warnings(tokenizer: PreTrainedTokenizerBase, form: PromptForm) -> I
             "the chat template writes no generation prompt: prompts end before the text that begins the assistant's "
             "turn, so the model must write this text itself; expected a template that reads add_generation_prompt"
         )
-
-
-def _describe(error: Exception) -> str:
-    """The error of a library in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    yield from turn_end_warnings(tokenizer, ends, form.arguments, embedding_rows)

@@ -81,6 +81,7 @@ def _setting(option: str, word: str) -> tuple[str, Any]:
 def _inspect(options: argparse.Namespace) -> int:
     from megatron_dppo.config.data_schema import RewardConfig
     from megatron_dppo.data.problems import DataKeys, PromptForm, embedding_rows, load_tokenizer
+    from megatron_dppo.data.turn_ends import ResponseEnds
     from megatron_dppo.diagnostics.data_inspection import Inspection, inspect
 
     _require_reward(options.reward)
@@ -90,11 +91,17 @@ def _inspect(options: argparse.Namespace) -> int:
     except ValueError as error:
         fatal(str(error))
     form = PromptForm(not options.plain, options.system_prompt, options.prompt_template, arguments)
+    tokenizer = None
+    ends = ResponseEnds({})
+    if options.tokenizer:
+        tokenizer = load_tokenizer(options.tokenizer)
+        ends = ResponseEnds.of(options.tokenizer, tokenizer)
     inspection = Inspection(
         options.file,
         keys=DataKeys(options.prompt_key, options.answer_key),
         form=form,
-        tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
+        tokenizer=tokenizer,
+        ends=ends,
         embedding_rows=embedding_rows(options.tokenizer) if options.tokenizer else None,
         reward=RewardConfig(name=options.reward),
         against=options.against,

@@ -14,6 +14,7 @@ from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data import problems
 from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.data.turn_ends import ResponseEnds
 from megatron_dppo.diagnostics.near_duplicates import near_duplicates
 from megatron_dppo.rewards import find_reward
 from megatron_dppo.rewards.answer_check import bad_answers
@@ -37,6 +38,7 @@ class Inspection:
         form: form of the prompts.
         tokenizer: tokenizer of the model; None: lengths are in characters, and prompts are shown without a template.
         embedding_rows: rows of the model's embedding; None if unknown.
+        ends: what ends a response of the model.
         reward: reward that checks the answers.
         against: evaluation files that are searched for the same problems.
         similarity: least similarity of near-duplicates.
@@ -47,6 +49,7 @@ class Inspection:
     form: problems.PromptForm = field(default_factory=problems.PromptForm)
     tokenizer: PreTrainedTokenizerBase | None = None
     embedding_rows: int | None = None
+    ends: ResponseEnds = field(default_factory=lambda: ResponseEnds({}))
     reward: RewardConfig = field(default_factory=RewardConfig)
     against: Sequence[str] = ()
     similarity: float = 0.6
@@ -68,7 +71,9 @@ def inspect(inspection: Inspection) -> Iterator[str]:
     yield from _unread(records)
     yield from _lengths(inspection, records)
     if inspection.tokenizer is not None:
-        for warning in problems.template_warnings(inspection.tokenizer, inspection.form):
+        for warning in problems.template_warnings(
+            inspection.tokenizer, inspection.form, inspection.ends, inspection.embedding_rows
+        ):
             yield f"warning: {warning}"
         tool_faults = problems.left_out_tools(
             inspection.tokenizer, prompts, inspection.form, locations, records.tools
@@ -234,22 +239,44 @@ def _alike(
 
 
 def _shown(inspection: Inspection, records: problems.ProblemRecords) -> Iterator[str]:
-    """Yield the first, the middle and the last prompt in the model's form; the middle of a long prompt is left out."""
+    """Yield the first, the middle and the last prompt in the model's form; the middle of a long prompt is left out.
+
+    With a tokenizer, the text is decoded from the prompt's ids. A text that its ids do not keep is shown too.
+    """
     prompts = records.prompts
     locations = records.locations
+    tokenizer = inspection.tokenizer
     for i in sorted({0, len(prompts) // 2, len(prompts) - 1}):
-        if inspection.tokenizer is None:
-            text = problems.text_of(inspection.form.of(prompts[i], locations[i]))
-        else:
-            ((text, _),) = problems.rendered(
-                inspection.tokenizer,
-                [prompts[i]],
-                inspection.form,
-                [locations[i]],
-                [records.tools[i]],
-            )
-        if len(text) > _SHOWN_CHARACTERS:
-            half = _SHOWN_CHARACTERS // 2
-            text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
-        yield f"--- {locations[i]}"
-        yield text
+        location = locations[i]
+        yield f"--- {location}"
+        if tokenizer is None:
+            text = problems.text_of(inspection.form.of(prompts[i], location))
+            yield _joined(_ends_of(text), text)
+            continue
+        ((text, by_template),) = problems.rendered(
+            tokenizer, [prompts[i]], inspection.form, [location], [records.tools[i]]
+        )
+        ends = _ends_of(text)
+        decoded_ends: list[str] = []
+        is_cut = len(ends) > 1
+        for end in ends:
+            # The tokenizer adds special tokens only to a whole text that no template wrote.
+            pieces = problems.encode_in_pieces(tokenizer, end, by_template or is_cut)
+            decoded_ends.append(tokenizer.decode([token for ids in pieces for token in ids]))
+        yield _joined(decoded_ends, text)
+        if decoded_ends != ends:
+            yield f"--- {location}: its ids, decoded above, do not keep the text"
+            yield _joined(ends, text)
+
+
+def _ends_of(text: str) -> list[str]:
+    """Return the beginning and the end of a long text, or the whole text."""
+    if len(text) <= _SHOWN_CHARACTERS:
+        return [text]
+    half = _SHOWN_CHARACTERS // 2
+    return [text[:half], text[-half:]]
+
+
+def _joined(ends: Sequence[str], text: str) -> str:
+    """Join the shown ``ends`` of ``text``, with the number of characters that are left out between them."""
+    return f"\n[... {len(text) - _SHOWN_CHARACTERS:,} characters ...]\n".join(ends)

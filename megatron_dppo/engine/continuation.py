@@ -117,11 +117,21 @@ def request_after(
 
 def first_tokens(trajectory: Trajectory, sampled: int) -> Trajectory:
     """Return the prompt and the first ``sampled`` tokens of the response, with their rows of every column."""
-    if sampled == trajectory.sampled:
+    return _shortened(trajectory, trajectory.sampled - sampled)
+
+
+def without_end(trajectory: Trajectory) -> Trajectory:
+    """Return ``trajectory`` without its last token, which was sampled, and without the token's rows."""
+    return _shortened(trajectory, 1)
+
+
+def _shortened(trajectory: Trajectory, removed: int) -> Trajectory:
+    """Return ``trajectory`` without its last ``removed`` tokens, which were sampled, and without their rows."""
+    if not removed:
         return trajectory
-    tokens = len(trajectory.prompt_ids) + sampled
+    tokens = trajectory.length - removed
     # The last token is never an input, so it has no row in columns of inputs.
-    rows = {Rows.SAMPLED: sampled, Rows.INPUT: tokens - 1}
+    rows = {Rows.SAMPLED: trajectory.sampled - removed, Rows.INPUT: tokens - 1}
     columns: dict[str, np.ndarray] = {}
     for name, array in trajectory.columns.items():
         column_rows = rows[declared_column(name).rows]

@@ -87,6 +87,8 @@ class ChatCall:
         messages: the messages since the last turn of the branch; all messages if the branch is new.
         tools: definitions of tools. All calls of a branch have equal tools.
         max_tokens: largest number of tokens of the requested turn; None: the run's limit.
+        calls: tool calls of the turn before the messages, in the form of a message's ``tool_calls``. Some templates
+            write the name of a called tool before its answer.
         branch: number of the branch that the call continues. If this number equals the number of branches so far, the
             call begins a new branch, with the messages as prompt. The first call begins branch 0.
     """
@@ -95,9 +97,11 @@ class ChatCall:
     tools: Sequence[Mapping[str, Any]] = ()
     max_tokens: int | None = None
     branch: int = 0
+    calls: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        for name, entries in (("messages", self.messages), ("tools", self.tools)):
+        lists = {"messages": self.messages, "tools": self.tools, "calls": self.calls}
+        for name, entries in lists.items():
             is_list = isinstance(entries, Sequence) and all(isinstance(m, Mapping) for m in entries)
             _require(is_list, name, entries, "a list of objects")
         max_tokens = self.max_tokens

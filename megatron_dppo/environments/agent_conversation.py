@@ -217,7 +217,9 @@ class Conversation:
         self._undelivered.append(call)
         self._unanswered.append(call)
         new_messages = messages[len(branch.messages) :]
-        self.calls.put_nowait(ChatCall(new_messages, tools, max_tokens, branch_number))
+        tool_calls = branch.messages[-1].get("tool_calls", ()) if branch.messages else ()
+        chat_call = ChatCall(new_messages, tools, max_tokens, branch_number, tool_calls)
+        self.calls.put_nowait(chat_call)
         return call
 
     def _branch_of(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> int:

@@ -5,6 +5,9 @@ the tokens that the chat template inserts before the turn (``TurnTemplate``); th
 token keeps the weight version and the log-probability of the engine call that sampled it. A call requests recorded
 routing only for those rows that the earlier calls of the branch did not record.
 
+If the template ends a turn in the history by another token than the policy sampled, the sampled end is removed before
+the next turn, so that the next prompt has the template's token alone.
+
 A new branch begins with a prompt that the template renders from messages. If the messages contain turns of other
 branches, the tokens of these turns are part of the prompt, with a loss mask of False. So each sampled token is trained
 on once, in the branch in which it was sampled.
@@ -18,10 +21,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from megatron_dppo.data.thoughts import TurnText
 from megatron_dppo.data.trajectory import FinishReason, Problem, Trajectory
-from megatron_dppo.engine.continuation import join, request_after
+from megatron_dppo.engine.continuation import join, request_after, without_end
 from megatron_dppo.engine.protocol import GenerationRequest, seed_of
 from megatron_dppo.engine.turn_text import ResponseReader
 from megatron_dppo.environments import (
@@ -36,6 +40,7 @@ from megatron_dppo.environments.turn_template import TurnTemplate, TurnTemplateE
 from megatron_dppo.environments.workers import EnvironmentPool
 
 log = logging.getLogger(__name__)
+Encoded = TypeVar("Encoded")
 
 _MOST_SHOWN = 200
 """Largest number of characters of a turn in a warning."""
@@ -223,7 +228,7 @@ class Episodes:
         episode.first_observation = observation
         episode.begin()
 
-    def _encoded(self, encode: Callable[[], list[int]]) -> list[int]:
+    def _encoded(self, encode: Callable[[], Encoded]) -> Encoded:
         """Return the tokens of an observation, the result of ``encode``.
 
         Raises EnvironmentFaultError if the template can't encode the observation.
@@ -321,6 +326,7 @@ class Episodes:
         """Set the tokens before the next turn. End the episode if no turn or no token remains."""
         limits = self.limits
         episode.last_observation = observation
+        replaces_end = False
         if episode.branch > len(episode.branches):
             raise EnvironmentFaultError(
                 f"branch {episode.branch}, expected one of the {len(episode.branches)} there are, or the next"
@@ -331,7 +337,8 @@ class Episodes:
             delta = self._encoded(partial(self.template.prompt, observation))
         else:
             last_token = episode.branches[episode.branch].token_ids[-1:].tolist()
-            delta = self._encoded(partial(self.template.delta, last_token, observation))
+            after_turn = partial(self.template.after_turn, last_token, observation)
+            delta, replaces_end = self._encoded(after_turn)
             self._check_length(len(delta))
         if not delta:
             # The loss mask alone separates two turns: at least one token between them must have False.
@@ -347,6 +354,11 @@ class Episodes:
         elif episode.length + len(delta) >= limits.tokens:
             episode.finish_reason = "length"
             episode.ended_by = f"no token was left of {limits.tokens} (environment.max_tokens)"
+        elif replaces_end:
+            branch = episode.branches[episode.branch]
+            # Keep the only token of a turn, because the loss mask alone separates two turns.
+            if branch.loss_mask[-2]:
+                episode.branches[episode.branch] = without_end(branch)
 
     def _request(self, episode: _Episode) -> GenerationRequest:
         """Return the engine's request for the next turn."""

@@ -4,12 +4,15 @@ Sampled tokens are never encoded again. The template writes a text between the e
 next turn. Only this text is encoded. For the observation "4" of a tool, for example, the text is <|im_end|>, newline,
 <|im_start|>tool, newline, 4<|im_end|>, newline, <|im_start|>assistant, newline. The first token <|im_end|> is left out
 if the policy sampled it. The first newline is kept, because only the template writes it.
+
+Some templates end a turn in the history by another token than the policy does. For example, gpt-oss ends its last turn
+by <|return|>, and its history has <|end|> there. The history then has the template's token alone (``AfterTurn``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +29,9 @@ from megatron_dppo.environments import (
 # Texts that no template and no real message contains. Tests of a template use _TURN_MARK as the content of a turn, and
 # _PROBE as the content of other messages.
 _TURN_MARK = "Turn7q3v9z"
+# Name of the tool in the turns that tests of a template put before a tool's answer.
+_CALLED_TOOL = "Called4n8t6j"
+_CALL_ID = "call00001"
 _PROBE = "Probe5x8w2k"
 Message = Mapping[str, Any]
 _Hold = Callable[[Message], Message]
@@ -49,12 +55,28 @@ class TurnTemplateError(DataError):
     """The chat template can't write an episode's messages, or the text after a turn depends on earlier messages."""
 
 
+class AfterTurn(NamedTuple):
+    """The tokens after a turn of the policy. The policy samples none of them.
+
+    Attributes:
+        ids: the tokens.
+        replaces_end: whether ``ids`` begins with the history's own end of the turn, so that the sampled end must be
+            removed. Both ends together would be a text that no model has seen.
+    """
+
+    ids: list[int]
+    replaces_end: bool = False
+
+
 class TurnTemplate:
     """Encodes the text that the chat template inserts after a turn.
 
     If an observation contains the characters of a control token, for example ``<|im_end|>``, they are encoded as
     ordinary text, so an observation never ends a turn. Control tokens are the tokenizer's special tokens, and the added
     tokens that the template writes around a message of the observation's role, for example ``</tool_response>``.
+
+    Some templates take a tool's answer only after a turn that calls a tool. The text after a turn is then taken from
+    such a turn.
 
     ``generation_tokens`` is the number of tokens of the generation prompt.
 
@@ -63,6 +85,7 @@ class TurnTemplate:
         role: role of the observations.
         is_chat: whether to use the chat template. Without a template, an observation's text follows the turn directly.
         arguments: variables of the template (``data.chat_template_arguments``).
+        end_tokens: tokens that end the policy's turn; None: the tokenizer's end of text.
 
     Raises:
         TurnTemplateError: the text after a turn depends on earlier messages, the template drops a message of ``role``,
@@ -76,19 +99,25 @@ class TurnTemplate:
         *,
         is_chat: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        end_tokens: Collection[int] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._role = role
+        if end_tokens is None:
+            end_tokens = (tokenizer.eos_token_id,)
+        self._end_tokens = frozenset(end_tokens)
         self._is_chat = is_chat
         self._arguments = arguments or {}
         self._control_tokens = ControlTokens(tokenizer)
         # Roles that ``_check`` has accepted.
         self._checked_roles: set[str] = set()
+        # Roles that the template takes only after a turn that calls a tool.
+        self._answering_roles: set[str] = set()
         # Role -> the control tokens that the text of a message in this role may not contain.
         self._held_tokens: dict[str, frozenset[str]] = {}
         self.generation_tokens = 0
         if is_chat:
-            self._check(role)
+            self.delta([], _PROBE)
             prompt_end = generation_prompt(tokenizer, self._arguments)
             self.generation_tokens = len(self._encoded(prompt_end))
 
@@ -139,8 +168,11 @@ class TurnTemplate:
         return self._encoded(self._held_text(prompt_text))
 
     def delta(self, turn_ids: Sequence[int], observation: Observation) -> list[int]:
-        """Return the tokens between a turn that ends with ``turn_ids`` and the next turn. The policy samples none of
-        them.
+        """Return the ``ids`` of ``after_turn``."""
+        return self.after_turn(turn_ids, observation).ids
+
+    def after_turn(self, turn_ids: Sequence[int], observation: Observation) -> AfterTurn:
+        """Return the tokens between a turn that ends with ``turn_ids`` and the next turn.
 
         Raises TurnTemplateError for a role of a ChatCall that the template can't write after a turn.
         """
@@ -149,20 +181,32 @@ class TurnTemplate:
         elif self._is_chat:
             call = ChatCall([{"role": self._role, "content": observation}])
         else:
-            return self._plain(observation)
+            return AfterTurn(self._plain(observation))
         for role in {message["role"] for message in call.messages} - self._checked_roles:
             self._check(role)
 
         def text_after_turn(hold: _Hold) -> str:
             tools = [hold(tool) for tool in call.tools]
-            _, text_after = self._split_at_turn([_USER], *map(hold, call.messages), tools=tools)
+            calls = [hold(tool_call) for tool_call in call.calls]
+            replies = map(hold, call.messages)
+            _, text_after = self._split_at_turn([_USER], *replies, tools=tools, calls=calls)
             return text_after
 
-        ids = self._encoded(self._held_text(text_after_turn))
+        text = self._held_text(text_after_turn)
+        if _CALLED_TOOL in text:
+            raise TurnTemplateError(
+                "the chat template writes the name of the called tool after a turn, and no call could be read in the "
+                f"turn before a message of {call.messages[0]['role']}; expected a call, or another environment.role"
+            )
+        ids = self._encoded(text)
+        if not ids or not len(turn_ids):
+            return AfterTurn(ids)
+        sampled_end = turn_ids[-1]
         # Don't repeat an end-of-turn token that was sampled.
-        if ids and len(turn_ids) and ids[0] == turn_ids[-1]:
-            return ids[1:]
-        return ids
+        if ids[0] == sampled_end:
+            return AfterTurn(ids[1:])
+        is_end_written = ids[0] in self._tokenizer.added_tokens_decoder
+        return AfterTurn(ids, replaces_end=is_end_written and sampled_end in self._end_tokens)
 
     def _held_text(self, text_of: Callable[[_Hold], str]) -> str:
         """Render with marks in place of the control tokens in messages and tools.
@@ -225,8 +269,15 @@ class TurnTemplate:
         history: Sequence[Message],
         *replies: Message,
         tools: Sequence[Message] = (),
+        calls: Sequence[Message] = (),
     ) -> tuple[str, str]:
-        """Render ``history``, a turn and ``replies``; split the text at the end of the turn's content."""
+        """Render ``history``, a turn and ``replies``; split the text at the end of the turn's content.
+
+        ``calls``: the tool calls of the turn, as far as they are known. They count for a role that the template takes
+        only after a call.
+        """
+        if replies[0]["role"] in self._answering_roles:
+            return self._split_at_call(history, replies, tools, calls)
         turn = {"role": "assistant", "content": _TURN_MARK}
         text = self._render([*history, turn, *replies], tools)
         text_before, mark, text_after = text.partition(_TURN_MARK)
@@ -236,6 +287,31 @@ class TurnTemplate:
                 f"{replies[0]['role']}"
             )
         return text_before + mark, text_after
+
+    def _split_at_call(
+        self,
+        history: Sequence[Message],
+        replies: Sequence[Message],
+        tools: Sequence[Message],
+        calls: Sequence[Message],
+    ) -> tuple[str, str]:
+        """Do as ``_split_at_turn``, with a turn that calls tools: split the text at the token that ends the turn."""
+        turn = _calling_turn(calls, str(replies[0].get("tool_call_id") or _CALL_ID))
+        whole_text = self._render([*history, turn, *replies], tools)
+        bare_text = self._render([*history, turn], tools, add_generation_prompt=False)
+        # The policy samples the text of the call itself. So the text after the turn begins with the last special token
+        # of the turn, or, without one, after the call.
+        call_start = bare_text.find(_TURN_MARK)
+        start = max(map(bare_text.rfind, self._control_tokens.special), default=-1)
+        if start < call_start:
+            start = len(bare_text)
+        text_before = whole_text[:start]
+        if call_start < 0 or text_before != bare_text[:start]:
+            raise TurnTemplateError(
+                f"the chat template writes another call of a tool before a message of {replies[0]['role']} than "
+                f"without one: {whole_text!r}, expected it to begin with {bare_text[:start]!r}"
+            )
+        return text_before, whole_text[start:]
 
     def _render(
         self,
@@ -280,13 +356,12 @@ class TurnTemplate:
         if missing_parts:
             raise TurnTemplateError(f"the chat template leaves out, or alters, {missing_parts[0]}")
 
-    def _takes(self, messages: Sequence[Message]) -> bool:
-        """Return whether the template renders these messages without an error."""
+    def _takes(self, messages: Sequence[Message], content: str = "") -> bool:
+        """Return whether the template renders these messages, with the text ``content``, without an error."""
         try:
-            self._render(messages)
+            return content in self._render(messages)
         except TurnTemplateError:
             return False
-        return True
 
     def _encoded(self, text: str) -> list[int]:
         return self._control_tokens.encode(text)
@@ -309,6 +384,12 @@ class TurnTemplate:
             )
         self._require_known(role)
         probe = {"role": role, "content": _PROBE}
+        earlier_turn: Message = {"role": "assistant", "content": "2"}
+        calling_turn = _calling_turn((), _CALL_ID)
+        is_taken = self._takes([_USER, earlier_turn, probe], _PROBE)
+        if not is_taken and self._takes([_USER, calling_turn, probe], _PROBE):
+            self._answering_roles.add(role)
+            earlier_turn = calling_turn
         text_before, text_after = self._split_at_turn([_USER], probe)
         if _PROBE not in text_after:
             raise TurnTemplateError(
@@ -316,7 +397,6 @@ class TurnTemplate:
                 f"{text_after!r}"
             )
         # The text after a turn must not depend on earlier messages: compare it after other histories.
-        earlier_turn = {"role": "assistant", "content": "2"}
         longer_history = [_USER, earlier_turn, {"role": role, "content": "3"}]
         histories: list[Sequence[Message]] = [longer_history]
         history_with_system = [{"role": "system", "content": "4"}, _USER]
@@ -337,6 +417,20 @@ class TurnTemplate:
                 f"{text_after!r} has other tokens behind a turn than alone, so the tokens after a turn are unknown"
             )
         self._checked_roles.add(role)
+
+
+def _calling_turn(calls: Sequence[Message], call_id: str) -> dict[str, Any]:
+    """Return a turn that calls the tools of ``calls``, the last one with a mark as argument.
+
+    Without ``calls``, the turn calls one tool, with the id ``call_id``.
+    """
+    if not calls:
+        calls = [{"type": "function", "id": call_id, "function": {"name": _CALLED_TOOL}}]
+    marked_calls: list[dict[str, Any]] = []
+    for call in calls:
+        function = {**call["function"], "arguments": {"text": _TURN_MARK}}
+        marked_calls.append({**call, "function": function})
+    return {"role": "assistant", "content": "", "tool_calls": marked_calls}
 
 
 def _calls_of(message: Message) -> Sequence[Any]:

@@ -25,6 +25,7 @@ from megatron_dppo.data.records import DataError
 from megatron_dppo.data.seal import Origin, text_digest
 from megatron_dppo.data.thoughts import DEFAULT_MARKS
 from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.data.turn_ends import ResponseEnds
 from megatron_dppo.engine.tool_calls import tool_format_of
 from megatron_dppo.engine.turn_text import ResponseReader
 from megatron_dppo.environments import PolicyFormat, makes_prompts, reads_tool_calls
@@ -56,8 +57,12 @@ class RunData:
             data.apply_chat_template, data.system_prompt, data.prompt_template, arguments
         )
         self._tokenizer = load_tokenizer(config.model.hf_checkpoint)
-        for warning in template_warnings(self._tokenizer, self.form):
-            log.warning("%s: %s", config.model.hf_checkpoint, warning)
+        folder = config.model.hf_checkpoint
+        rollout = config.rollout
+        ends = ResponseEnds.of(folder, self._tokenizer, rollout.stop_token_ids, rollout.stop)
+        rows = embedding_rows(folder)
+        for warning in template_warnings(self._tokenizer, self.form, ends, rows):
+            log.warning("%s: %s", folder, warning)
         self.reader = ResponseReader.of(
             self._tokenizer,
             self.text_of,
@@ -74,6 +79,7 @@ class RunData:
                 environment.role,
                 is_chat=is_chat,
                 arguments=arguments,
+                end_tokens=ends.tokens,
             )
         self.policy_format = self._policy_format()
         self._sets: dict[str, ProblemSet] = {}

@@ -213,6 +213,38 @@ def test_versions_log_probabilities_and_routing_are_those_of_the_call_that_sampl
     assert [calls[i] for i in predicting] == t.columns["weight_version"].tolist()
 
 
+def test_the_next_prompt_has_the_templates_end_of_a_turn_alone():
+    """The engine ends a turn by <|im_end|>, the template by <|endoftext|>. A turn of only its end keeps it."""
+    engine = Engine({0: ["4 and", "", "6 is"]})
+    engine.tokenizer = tiny_tokenizer()
+    engine.tokenizer.chat_template = CHAT_TEMPLATE.replace("<|im_end|>", "<|endoftext|>")
+    (t,), episodes = play(engine)
+    assert not episodes.faults
+    first, _, last = ([*engine.tokenizer(text)["input_ids"]] for text in ("4 and", "", "6 is"))
+    gaps = [
+        engine.tokenizer(
+            f"<|endoftext|>\n<|im_start|>user\n{n}<|endoftext|>\n<|im_start|>assistant\n"
+        )
+        for n in (1, 2)
+    ]
+    gap_ids = [gap["input_ids"] for gap in gaps]
+    turns = [first, [IM_END], [*last, IM_END]]
+    expected = [*PROBLEM.prompt_ids, *turns[0], *gap_ids[0], *turns[1], *gap_ids[1], *turns[2]]
+    assert t.token_ids.tolist() == expected
+    assert (t.turns, t.sampled) == (3, sum(map(len, turns)))
+    assert t.turn_rewards == (0.1, 0.2, 0.3)
+    assert usable_rows(t.loss_mask, t.columns).all()
+    assert (
+        t.columns["weight_version"].tolist() == np.repeat([1, 2, 3], list(map(len, turns))).tolist()
+    )
+    starts = [r.columns["routed_experts"].start for r in engine.asked]
+    # The routing continues at the turn's last token that is kept.
+    assert starts[1] == len(PROBLEM.prompt_ids) + len(first) - 1
+    assert [list(r.prompt_ids) for r in engine.asked][1] == expected[
+        : 3 + len(first) + len(gap_ids[0])
+    ]
+
+
 def test_a_recording_that_was_lost_in_between_is_dropped():
     class LosingEngine(Engine):
         def answer(self, request: GenerationRequest) -> Trajectory:

@@ -271,3 +271,19 @@ def test_images_are_refused_and_tools_are_shown(files, capsys):
     with pytest.raises(SystemExit):
         main(["inspect", str(path)])
     assert "'images'" in capsys.readouterr().err
+
+
+def test_inspect_shows_the_text_of_the_ids(tmp_path, capsys):
+    """The demo's tokenizers ignore spaces: their prompts are shown without them, and the text beside them."""
+    folder = tmp_path / "tokenizer"
+    tiny_tokenizer().save_pretrained(folder)
+    state = json.loads((folder / "tokenizer.json").read_text())
+    state["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": ""}
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    path = tmp_path / "problems.jsonl"
+    path.write_text(json.dumps({"problem": "3 + 5 = ?", "answer": "8"}) + "\n")
+    main(["inspect", str(path), "--tokenizer", str(folder)])
+    shown = capsys.readouterr().out.partition("--- ")[2]
+    decoded, _, text = shown.partition("--- ")
+    assert "user\n3+5=?<|im_end|>" in decoded
+    assert "user\n3 + 5 = ?<|im_end|>" in text
