@@ -1,8 +1,9 @@
-"""Checks of values in ``options`` tables against the types that the called function or class declares."""
+"""Checks of ``options`` tables against the function or class that receives them: types of values, and unread names."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_type_hints
 
@@ -35,3 +36,20 @@ def option_value_faults(target: Callable[..., Any], options: Mapping[str, Any]) 
             TypeAdapter(types[name], config=_STRICT).validate_python(value)
         except ValidationError:
             yield f"{name}: got {given(value)}, expected {expectation(types[name])}"
+
+
+def unread_options(target: Callable[..., Any], options: Mapping[str, Any]) -> list[str]:
+    """Return the names of options that only a ``**`` parameter takes, and that the target's module does not mention.
+
+    Options without any parameter are not reported: the caller checks the names of the options.
+    """
+    try:
+        parameters = inspect.signature(target).parameters.values()
+        source = inspect.getsource(inspect.getmodule(target) or target)
+    # Python can't inspect every class that is written in C, and not every module has a source.
+    except (OSError, TypeError, ValueError):
+        return []
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return []
+    words = set(re.findall(r"\w+", source))
+    return [name for name in options if name not in words]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_dppo.config.errors import closest
 from megatron_dppo.system.time_limit import rendering_limit
 
 if TYPE_CHECKING:
@@ -191,3 +192,25 @@ def lacks_generation_prompt(
         return False
     missing_text = text_before_answer.removeprefix(prompt)
     return bool(missing_text.strip())
+
+
+def unread_arguments(
+    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """Return the arguments that the template does not mention, each with similar names in the template.
+
+    Templates ignore variables that they do not read.
+    """
+    # Import lazily: only a template needs the library.
+    from jinja2 import Environment
+
+    templates = tokenizer.chat_template or ""
+    if isinstance(templates, Mapping):
+        templates = "\n".join(map(str, templates.values()))
+    names: set[str] = set()
+    # The lexer also reads templates with tags that only transformers knows.
+    for _, kind, word in Environment().lex(str(templates)):
+        if kind == "name":
+            names.add(word)
+    unread = sorted(arguments.keys() - names)
+    return {name: closest(name, sorted(names), 3) for name in unread}

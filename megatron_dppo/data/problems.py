@@ -21,6 +21,7 @@ from megatron_dppo.data.chat import (
     has_date,
     lacks_generation_prompt,
     render,
+    unread_arguments,
 )
 from megatron_dppo.data.records import (
     DataError,
@@ -647,6 +648,12 @@ def template_warnings(
         ends: What ends a response.
         embedding_rows: Rows of the model's embedding; None if unknown.
     """
+    for name, similar in unread_arguments(tokenizer, form.arguments).items():
+        hint = f" (similar names in it: {', '.join(similar)})" if similar else ""
+        yield (
+            f"data.chat_template_arguments.{name}: the chat template does not mention it{hint}, so it has no effect; "
+            "expected a variable that the template reads"
+        )
     if not ends.tokens and not ends.texts:
         yield (
             "no token and no text ends a response, so that every response is cut off at the length limit; expected an "

@@ -35,8 +35,35 @@ _HARMLESS_VALUES: Mapping[str, Any] = {
 }  # fmt: skip
 _EMPTY_VALUES = (None, [], {})
 """Values that change nothing, in any field: ``stop: []``, ``logit_bias: {}``."""
+_OTHER_FIELDS = {
+    "audio", "documents", "echo", "extra_body", "function_call", "functions", "guided_choice", "guided_json",
+    "guided_regex", "ignore_eos", "include_reasoning", "length_penalty", "logit_bias", "max_prompt_tokens", "min_p",
+    "min_tokens", "modalities", "moderation", "prediction", "prompt_cache_key", "prompt_cache_retention", "provider",
+    "reasoning", "reasoning_effort", "regex", "repetition_penalty", "safety_identifier", "seed",
+    "separate_reasoning", "service_tier", "skip_special_tokens", "stop", "stop_token_ids", "stream_reasoning",
+    "temperature", "thinking", "top_k", "top_logprobs", "top_p", "verbosity", "web_search_options",
+    "chat_template_kwargs",
+}  # fmt: skip
+"""Further fields that programs send in a request, of OpenAI's API and of servers with more fields."""
 MOST_BRANCHES = 8
 """Default of ``environment.options.branches``."""
+
+
+def unread_fields(ignored: Sequence[str]) -> list[str]:
+    """Return a warning for each name in ``ignored`` that can't be dropped from a request, or is no known field."""
+    # Import lazily: the workers, which import this module, stay small.
+    from megatron_dppo.config.errors import closest
+
+    droppable_fields = {*_LIMITS, *_HARMLESS_VALUES, *_OTHER_FIELDS}
+    warnings: list[str] = []
+    for name in ignored:
+        if name in _READ_FIELDS:
+            warnings.append(f"got {name!r}, which is accepted with any value and is not dropped")
+        elif name not in droppable_fields:
+            similar = closest(name, sorted(droppable_fields))
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
+            warnings.append(f"got {name!r}, which is no known field of a request{hint}")
+    return warnings
 
 
 class RefusedCallError(Exception):
@@ -250,7 +277,10 @@ class Conversation:
                     f"{name}: got {shortened(value)}, but the run's settings hold: leave it out, or name it in "
                     "environment.options.ignored",
                 )
-        limits = [body[name] for name in _LIMITS if body.get(name) is not None]
+        limits: list[Any] = []
+        for name in _LIMITS:
+            if name not in self._ignored and body.get(name) is not None:
+                limits.append(body[name])
         if any(type(limit) is not int or limit < 1 for limit in limits):
             raise RefusedCallError(400, f"{_LIMITS[0]}: got {limits}, expected 1 or more")
         return min(limits, default=None)

@@ -21,7 +21,11 @@ from aiohttp import web
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.engine.tool_parsers import parser_names
 from megatron_dppo.environments import ChatCall, PolicyFormat, Step, Turn
-from megatron_dppo.environments.agent_conversation import MOST_BRANCHES, Conversation
+from megatron_dppo.environments.agent_conversation import (
+    MOST_BRANCHES,
+    Conversation,
+    unread_fields,
+)
 from megatron_dppo.environments.agent_programs import (
     FUNCTION_PATH,
     AgentResult,
@@ -95,6 +99,11 @@ class Agent:
         if environment._sandbox_paths is not None:
             check_sandbox(environment._sandbox_paths)
 
+    @classmethod
+    def option_warnings(cls, ignored: Sequence[str] = (), **_options: Any) -> list[str]:
+        """Return a warning for each name in ``ignored`` that drops nothing."""
+        return [f"ignored: {warning}" for warning in unread_fields(ignored)]
+
     def note_sampling(self, sampling: Mapping[str, float]) -> None:
         """Accept calls that repeat the run's own ``sampling`` settings. Called before ``reset``."""
         self._sampling = sampling
@@ -164,7 +173,8 @@ class Agent:
 
 
 def _check_values(ignored: Any, branches: Any, tool_format: str | None) -> None:
-    if not isinstance(ignored, list | tuple):
+    is_list = isinstance(ignored, list | tuple)
+    if not is_list or not all(isinstance(name, str) for name in ignored):
         raise ValueError(f"options: ignored: got {ignored!r}, expected a list of names")
     # ``isinstance`` would accept true and false.
     if type(branches) is not int or branches < 1:

@@ -30,6 +30,7 @@ from megatron_dppo.engine.tool_calls import tool_format_of
 from megatron_dppo.engine.turn_text import ResponseReader
 from megatron_dppo.environments import PolicyFormat, makes_prompts, reads_tool_calls
 from megatron_dppo.environments.turn_template import TurnTemplate
+from megatron_dppo.loop.unread_options import option_warnings
 from megatron_dppo.rewards.answer_check import bad_answers, refuse_bad_answers, without
 from megatron_dppo.rewards.checked_answers import BadAnswers, handed_over
 from megatron_dppo.rewards.trial import reward_faults
@@ -63,6 +64,8 @@ class RunData:
         rows = embedding_rows(folder)
         for warning in template_warnings(self._tokenizer, self.form, ends, rows):
             log.warning("%s: %s", folder, warning)
+        for warning in option_warnings(config):
+            log.warning("%s", warning)
         self.reader = ResponseReader.of(
             self._tokenizer,
             self.text_of,

@@ -1,0 +1,66 @@
+"""Options of rewards and environments that nothing reads, for example because their names are misspelt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_dppo.config.data_schema import EnvironmentConfig, RewardTerm
+from megatron_dppo.config.option_values import unread_options
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.environments import find_environment
+from megatron_dppo.rewards import find_reward
+
+
+def option_warnings(config: TrainConfig) -> Iterator[str]:
+    """Yield a warning for each option of a reward or an environment that nothing seems to read.
+
+    A name that can't be imported is a fault of another check, and yields nothing.
+    """
+    terms: dict[str, RewardTerm] = {"reward": config.reward}
+    for name, further_term in config.reward.further.items():
+        terms[f"reward.further.{name}"] = further_term
+    for key, term in terms.items():
+        yield from _of_target(f"{key}.options", term.options, _reward_function, term.name)
+    yield from _of_environment(config.environment)
+
+
+def _reward_function(name: str) -> Callable[..., Any]:
+    return find_reward(name).load()
+
+
+def _of_environment(environment: EnvironmentConfig) -> Iterator[str]:
+    if environment.name is None:
+        # The ranks get every key, also those with the default, so compare values.
+        defaults = EnvironmentConfig()
+        unread_keys = [key for key, value in environment if value != getattr(defaults, key)]
+        if unread_keys:
+            yield (
+                f"environment: got {', '.join(unread_keys)} without environment.name, so nothing reads them: a run "
+                "without an environment has one turn"
+            )
+        return
+    key = "environment.options"
+    yield from _of_target(key, environment.options, find_environment, environment.name)
+    try:
+        describe = getattr(find_environment(environment.name), "option_warnings", None)
+        warnings: Sequence[str] = describe(**environment.options) if describe is not None else ()
+    # Other checks report options that the environment does not take.
+    except (TypeError, ValueError):
+        return
+    for warning in warnings:
+        yield f"{key}.{warning}"
+
+
+def _of_target(
+    key: str, options: Mapping[str, Any], find: Callable[[str], Callable[..., Any]], name: str
+) -> Iterator[str]:
+    try:
+        target = find(name)
+    except ValueError:
+        return
+    for option in unread_options(target, options):
+        yield (
+            f"{key}.{option}: {name} takes it among any further options, and the module of {name} does not mention it, "
+            "so it seems that nothing reads it; expected the name of an option"
+        )
