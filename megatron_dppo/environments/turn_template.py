@@ -105,10 +105,13 @@ class TurnTemplate:
         self._role = role
         if end_tokens is None:
             end_tokens = (tokenizer.eos_token_id,)
-        self._end_tokens = frozenset(end_tokens)
         self._is_chat = is_chat
         self._arguments = arguments or {}
         self._control_tokens = ControlTokens(tokenizer)
+        special_names = sorted(self._control_tokens.special)
+        self._special_ids = frozenset(tokenizer.convert_tokens_to_ids(special_names))
+        # Other stop tokens of a run are a part of the turn's text.
+        self._end_ids = self._special_ids & frozenset(end_tokens)
         # Roles that ``_check`` has accepted.
         self._checked_roles: set[str] = set()
         # Roles that the template takes only after a turn that calls a tool.
@@ -205,8 +208,8 @@ class TurnTemplate:
         # Don't repeat an end-of-turn token that was sampled.
         if ids[0] == sampled_end:
             return AfterTurn(ids[1:])
-        is_end_written = ids[0] in self._tokenizer.added_tokens_decoder
-        return AfterTurn(ids, replaces_end=is_end_written and sampled_end in self._end_tokens)
+        is_replaced = ids[0] in self._special_ids and sampled_end in self._end_ids
+        return AfterTurn(ids, replaces_end=is_replaced)
 
     def _held_text(self, text_of: Callable[[_Hold], str]) -> str:
         """Render with marks in place of the control tokens in messages and tools.

@@ -195,12 +195,14 @@ def test_the_history_has_its_own_end_of_a_turn_alone():
     assert (after_end.ids[0], after_end.replaces_end) == (other, True)
     assert turns.delta([7, end], "8") == after_end.ids
     # A turn that was cut off, and a turn that ends as the history does, keep their last token.
-    assert turns.after_turn([7, 9], "8") == (after_end.ids, False)
+    assert turns.after_turn([7, 99], "8") == (after_end.ids, False)
     assert turns.after_turn([7, other], "8") == (after_end.ids[1:], False)
     assert turns.after_turn([], "8") == (after_end.ids, False)
-    # The run's stop tokens end a turn too.
-    stopped = TurnTemplate(tokenizer, "user", end_tokens=[9])
-    assert stopped.after_turn([7, 9], "8").replaces_end
+    # The run's stop tokens end a turn too. A stop token that is no special token is text.
+    output_end = tokenizer.convert_tokens_to_ids("<|output_end|>")
+    stopped = TurnTemplate(tokenizer, "user", end_tokens=[99, output_end])
+    assert stopped.after_turn([7, output_end], "8").replaces_end
+    assert not stopped.after_turn([7, 99], "8").replaces_end
     assert not stopped.after_turn([7, end], "8").replaces_end
 
 
