@@ -100,7 +100,7 @@ def saved_config(directory: str | Path) -> dict[str, Any] | None:
         raise ValueError(f"{path}: altered: {difference}")
     try:
         config = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(
             f"{path}: expected the resolved configuration of a run ({error!r})"
         ) from error

@@ -19,6 +19,7 @@ from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import machine_faults, this_machine
 from megatron_dppo.evaluate import main as evaluate_main
 from megatron_dppo.logging import FatalError
+from megatron_dppo.metrics.summary import saved_config
 from megatron_dppo.rollout import main as rollout_main
 from megatron_dppo.train import main
 from tests.messages import mentions
@@ -291,6 +292,13 @@ def test_hostile_overrides(word, valid_tree, tmp_path, capsys):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(valid_tree))
     refusal(path, [word], capsys)
+
+
+@pytest.mark.parametrize("content", [b"[" * 5000, b"[]", b"{", b"run: !!int x", b"\xff"])
+def test_an_altered_configuration_of_a_run_is_a_value_error(content, tmp_path):
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ValueError):
+        saved_config(tmp_path)
 
 
 def answer(text: str) -> bytes:
