@@ -33,7 +33,7 @@ _HARMLESS_VALUES: Mapping[str, Any] = {
     "top_logprobs": 0, "service_tier": "auto", "modalities": ["text"], "repetition_penalty": 1,
     "min_p": 0,
 }  # fmt: skip
-_EMPTY_VALUES = (None, [], {})
+_EMPTY_VALUES: tuple[Any, ...] = (None, [], {})
 """Values that change nothing, in any field: ``stop: []``, ``logit_bias: {}``."""
 _OTHER_FIELDS = {
     "audio", "documents", "echo", "extra_body", "function_call", "functions", "guided_choice", "guided_json",
