@@ -1,4 +1,4 @@
-"""Parts of an answer that are compared between two answers: nouns, units, bases, choices such as ``(B) 12``, words and
+"""Parts of an answer that are compared between two answers: nouns, ranges, bases, choices such as ``(B) 12``, words and
 negations. This module does not import the rewards' libraries.
 """
 
@@ -8,59 +8,38 @@ import re
 
 from megatron_dppo.data.gold_answers import braced
 from megatron_dppo.rewards.notation import NUMBER_AND_NOUN
+from megatron_dppo.rewards.units import unit_named
 
 
 def noun_of(text: str) -> str | None:
     """The words after a number, ``apple`` of ``5 apples``. None without words, or for words inside ``\\text``."""
     match = NUMBER_AND_NOUN.fullmatch(text)
-    if match is None:
+    if match is None or unit_named(match[2]) is not None:
         return None
-    return match[2].casefold().removesuffix("s")
+    return " ".join(word.removesuffix("s") for word in match[2].casefold().split())
 
 
-# ``unit_of`` also removes a final s, so "inches" becomes "inche".
-_UNIT_NAMES = {
-    "mm": "mm millimeter millimetre",
-    "cm": "cm centimeter centimetre",
-    "dm": "dm decimeter decimetre",
-    "m": "m meter metre",
-    "km": "km kilometer kilometre",
-    "in": "in inch inche",
-    "ft": "ft foot feet",
-    "yd": "yd yard",
-    "mi": "mi mile",
-    "mg": "mg milligram",
-    "g": "g gram",
-    "kg": "kg kilogram",
-    "lb": "lb pound",
-    "oz": "oz ounce",
-    "s": "s sec second",
-    "min": "min minute",
-    "h": "h hr hour",
-    "day": "day",
-    "week": "week",
-    "month": "month",
-    "year": "yr year",
-    "ml": "ml milliliter millilitre",
-    "l": "l liter litre",
-}
-_UNITS = {name: unit for unit, names in _UNIT_NAMES.items() for name in names.split()}
-_UNIT = re.compile(
-    r"[\d})\]]\s*(?:\\(?:text|textrm|mathrm|mbox)\s*\{\s*)?([a-zA-Z]+)\.?\s*\}?(?:\^\{?(\d)\}?)?"
+def are_different_nouns(noun: str, expected_noun: str) -> bool:
+    """Whether each of two nouns has a word that the other has not: "red apple" and "apple" are no different nouns."""
+    words, expected_words = set(noun.split()), set(expected_noun.split())
+    return not (words <= expected_words or expected_words <= words)
+
+
+_RANGE = re.compile(
+    r"(?i)(?:between\s+|from\s+)?(\d+(?:\.\d+)?)\s*(-+|\b(?:to|and)\b|\\text\s*\{\s*to\s*\})\s*(\d+(?:\.\d+)?)(.*)"
 )
 
 
-def unit_of(text: str) -> tuple[str, str] | None:
-    """The unit after a number, and the unit's power: ``("cm", "2")``. None for no unit, or an unknown unit."""
-    matches_at_end = [match for match in _UNIT.finditer(text) if match.end() == len(text)]
-    if not matches_at_end:
+def range_of(text: str) -> tuple[float, float] | None:
+    """The bounds of ``10-20``, ``10 to 20`` or ``between 10 and 20``; None for other texts, such as ``20-10``."""
+    match = _RANGE.fullmatch(text)
+    if match is None or any(character in "0123456789-+=*/^" for character in match[4]):
         return None
-    name, power = matches_at_end[0].groups()
-    name = name.lower()
-    unit = _UNITS.get(name) or _UNITS.get(name.removesuffix("s"))
-    if unit is None:
+    is_between = text.casefold().startswith("between")
+    if (match[2].casefold() == "and") != is_between:
         return None
-    return (unit, power or "1")
+    low, high = float(match[1]), float(match[3])
+    return (low, high) if low < high else None
 
 
 _BASED = re.compile(r"([0-9a-zA-Z]+)_(?:(\d+)|\{(\d+)\}|\{\\text\{(\d+)\}\})")
@@ -76,11 +55,13 @@ def digits_and_base(text: str) -> tuple[str, int] | None:
 
 
 _CHOICE = re.compile(
-    r"(?:\\(?:text|textbf|textrm|mathbf|mathrm)\s*\{\s*)?(?:\(([A-J])\)|([A-J])[):.](?!\d))"
+    r"(?:\\(?:text|textbf|textrm|mathbf|mathrm)\s*\{\s*)?"
+    r"(?:\(([A-J])\)|\(([a-e])\)(?=\s)|([A-J])(?:\)|[:.](?=[\s~\\}]|$)))"
     r"(?:[\s~]*\})?(?:\\[,;: ]|[\s~])*(.*)",
     re.DOTALL,
 )
 _FURTHER_CHOICE = re.compile(r"\([A-J]\)|(?:\b(?:and|or)\b|[,;&])\s*[A-J]\b(?!\w)")
+_OPTION = re.compile(r"(?i:(?:option|choice)\s*:?\s*)?(?:\(([A-Ja-j])\)|([A-J]))")
 
 
 def choice_of(text: str) -> tuple[str, str] | None:
@@ -88,11 +69,17 @@ def choice_of(text: str) -> tuple[str, str] | None:
     match = _CHOICE.fullmatch(text)
     if match is None:
         return None
-    letter = match[1] or match[2]
-    value_text = match[3].strip()
+    letter = match[1] or match[2] or match[3]
+    value_text = match[4].strip()
     if _FURTHER_CHOICE.search(value_text):
         return None
-    return (letter, value_text)
+    return (letter.upper(), value_text)
+
+
+def option_of(text: str) -> str | None:
+    """The letter of an answer that is only a choice's letter: ``B``, ``(B)``, ``option B``; None for other answers."""
+    match = _OPTION.fullmatch(text)
+    return (match[1] or match[2]).upper() if match else None
 
 
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{")
@@ -119,7 +106,7 @@ def is_set_as_text(text: str) -> bool:
 
 
 _DENIAL = re.compile(
-    r"(?i)\b(?:not|isn't|cannot|can't|wrong|incorrect|neither|nor|false)\b|\\(?:ne|neq|not|lnot|neg)(?![a-zA-Z])"
+    r"(?i)\b(?:not|isn't|cannot|can't|wrong|incorrect|impossible|invalid|neither|nor|false)\b|\\(?:ne|neq|not|lnot|neg)(?![a-zA-Z])"
     r"|\b(?:or|and)\s+(?:more|less|fewer|greater|above|below)\b|\b(?:at\s+least|at\s+most|more\s+than|less\s+than)\b|≠"
 )
 

@@ -12,11 +12,13 @@ from sympy import Eq, Integer, Mul, Number, Pow
 
 from megatron_dppo.data.gold_answers import LONGEST_ANSWER
 from megatron_dppo.rewards import answer_parts
-from megatron_dppo.rewards.answers import without_markup, written_answer
+from megatron_dppo.rewards.answers import without_markup, without_note, written_answer
+from megatron_dppo.rewards.expected_answers import expected_answer, readable_answer
 from megatron_dppo.rewards.notation import plain_notation
+from megatron_dppo.rewards.sentences import without_lead
+from megatron_dppo.rewards.units import quantities_of, unit_of
 
 _INTEGER = re.compile(r"([+-]?)0*(\d+)")
-_CHOICE = re.compile(r"\(?([A-J])\)?")
 _VERDICTS = {"yes", "no", "true", "false", "none"}
 _ROUNDING = 6
 """Number of digits of a decimal number that are compared. They begin after the point. For numbers below ``_SMALL``,
@@ -29,7 +31,8 @@ _STATEMENT_TOLERANCE = 0.01
 def math_verify(response: str, answer: str) -> float:
     r"""Score 1 if the response's final answer is mathematically equal to ``answer``, else 0.
 
-    ``answers.final_answer`` defines the final answer of a response. Both answers are converted to one notation
+    ``answers.final_answer`` defines the final answer of a response, and ``expected_answers.expected_answer`` reads the
+    gold answer in the same way. Both answers are converted to one notation
     (``notation.plain_notation``: ``1\,234``, ``3 1/2``, ``0.\overline{3}``, full-width digits). Integers are compared
     without leading zeros, words as words, choices by their letter or by the value after the letter, and numbers with a
     base digit by digit. math-verify parses all other answers: 1/2 equals 0.5, {1,2} equals {2,1}, ``x = 5`` equals 5.
@@ -40,47 +43,65 @@ def math_verify(response: str, answer: str) -> float:
     parsed.
     """
     written = written_answer(response)
-    candidate = without_markup(written)
+    candidate = without_markup(without_lead(without_note(without_markup(written))))
     if not candidate or len(candidate) > LONGEST_ANSWER:
         return 0.0
-    gold_text = without_markup(answer)
-    if _same_text(candidate, gold_text):
+    written_gold = expected_answer(answer)
+    gold_text = without_markup(without_lead(without_note(without_markup(written_gold))))
+    if _same_text(candidate, gold_text) or _same_text(
+        without_markup(written), without_markup(answer)
+    ):
         return 1.0
-    written_as_text = answer_parts.is_set_as_text(written) or answer_parts.is_set_as_text(answer)
-    is_equal = _equal(candidate, gold_text, written_as_text)
-    return float(is_equal or _same_choice(candidate, gold_text))
+    is_same_choice = _same_choice(candidate, gold_text)
+    if is_same_choice is not None:
+        return float(is_same_choice)
+    written_as_text = any(map(answer_parts.is_set_as_text, (written, written_gold)))
+    return float(_equal(candidate, gold_text, written_as_text))
 
 
 def check_gold(response: str, answer: str) -> float:
-    """Score 1 if ``answer`` can be parsed and equals itself, so that a response can match it.
+    r"""Score a response that boxes the final answer of the gold answer ``answer``: 1 if a response can match it.
 
     The function ignores ``response``: it has a reward's signature so that a verifier can bound its time. Raises
-    ValueError if ``answer`` cannot be parsed, or has more than ``LONGEST_ANSWER`` characters.
+    ValueError if ``answer`` cannot be parsed, has more than ``LONGEST_ANSWER`` characters, or is a sentence without one
+    clear value.
     """
-    gold_text = without_markup(answer)
-    if not gold_text or len(gold_text) > LONGEST_ANSWER:
-        raise ValueError(
-            f"the answer has {len(gold_text)} characters, expected 1 to {LONGEST_ANSWER}"
-        )
+    gold_text = readable_answer(answer)
     if _INTEGER.fullmatch(gold_text):
         return 1.0
     gold = _parse_gold(gold_text)
-    return float(verify(gold, gold, timeout_seconds=None))
+    is_reflexive = verify(gold, gold, timeout_seconds=None)
+    return float(is_reflexive and math_verify(rf"\boxed{{{gold_text}}}", answer))
 
 
-def _same_choice(candidate: str, gold_text: str) -> bool:
-    """Whether a choice with its text, ``(B) 12``, has the expected letter or the expected value."""
+def _same_choice(candidate: str, gold_text: str) -> bool | None:
+    """Whether two answers are the same choice. None if neither has a choice's letter and text, ``(B) 12``.
+
+    An answer with a letter and a text equals the letter and the text. If both answers have both, both must be equal.
+    """
     choice = answer_parts.choice_of(candidate)
-    if choice is None:
-        return False
-    letter, value_text = choice
-    expected_letter = _CHOICE.fullmatch(gold_text)
-    if expected_letter:
-        return letter == expected_letter[1]
-    value = without_markup(value_text)
-    if not value:
-        return False
-    return _same_text(value, gold_text) or _equal(value, gold_text, written_as_text=False)
+    expected_choice = answer_parts.choice_of(gold_text)
+    letter, value_text = choice or (answer_parts.option_of(candidate), candidate)
+    expected_letter, expected_text = expected_choice or (
+        answer_parts.option_of(gold_text),
+        gold_text,
+    )
+    if letter is not None and expected_letter is not None:
+        has_both_texts = choice is not None and expected_choice is not None
+        return letter == expected_letter and (
+            not has_both_texts or _same_value(value_text, expected_text)
+        )
+    if choice is None and expected_choice is None:
+        return None
+    return _same_value(value_text, expected_text)
+
+
+def _same_value(text: str, expected_text: str) -> bool:
+    """Whether the texts of two choices are equal. A missing text equals no value."""
+    value, expected_value = without_markup(text), without_markup(expected_text)
+    if not value or not expected_value:
+        return value == expected_value
+    return _same_text(value, expected_value) or _equal(value, expected_value, written_as_text=False)
 
 
 def _equal(candidate: str, gold_text: str, written_as_text: bool) -> bool:
@@ -99,15 +120,37 @@ def _equal(candidate: str, gold_text: str, written_as_text: bool) -> bool:
     expected_plain = plain_notation(gold_text)
     if _same_text(plain, expected_plain):
         return True
-    if answer_parts.is_denied(candidate) and not answer_parts.is_denied(gold_text):
-        return False
-    nouns = answer_parts.noun_of(candidate), answer_parts.noun_of(gold_text)
-    units = answer_parts.unit_of(plain), answer_parts.unit_of(expected_plain)
-    bases = answer_parts.digits_and_base(plain), answer_parts.digits_and_base(expected_plain)
-    if _differ(*nouns) or _differ(*units) or _differ(*bases):
+    expected_range = answer_parts.range_of(expected_plain)
+    if expected_range is not None:
+        return answer_parts.range_of(plain) == expected_range
+    quantities, expected_quantities = quantities_of(plain), quantities_of(expected_plain)
+    if quantities is not None or expected_quantities is not None:
+        return quantities == expected_quantities
+    if _parts_differ(candidate, gold_text) or _parts_differ(plain, expected_plain):
         return False
     values = [value for value in _parse(plain) if not _is_wrong_statement(value)]
-    return bool(verify(gold, values, float_rounding=_rounding(gold), timeout_seconds=None))
+    return bool(
+        verify(
+            gold,
+            values,
+            float_rounding=_rounding(gold),
+            # An interval equals the inequality of the same set, whichever of them is expected.
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+        )
+    )
+
+
+def _parts_differ(text: str, gold_text: str) -> bool:
+    """Whether two answers differ in a part that math-verify does not compare: a bound, a range, units or a base."""
+    if answer_parts.is_denied(text) and not answer_parts.is_denied(gold_text):
+        return True
+    nouns = answer_parts.noun_of(text), answer_parts.noun_of(gold_text)
+    if None not in nouns and answer_parts.are_different_nouns(*nouns):
+        return True
+    return _differ(unit_of(text), unit_of(gold_text)) or _differ(
+        answer_parts.digits_and_base(text), answer_parts.digits_and_base(gold_text)
+    )
 
 
 def _differ(part: object, expected_part: object) -> bool:
@@ -181,7 +224,11 @@ def _sign_and_digits(integer: re.Match[str]) -> tuple[bool, str]:
 
 def _parse_gold(answer: str) -> list:
     """Parse the values of an expected answer. Raises ValueError for an answer without values."""
-    gold = _parse(plain_notation(answer))
+    plain = plain_notation(answer)
+    gold = _parse(plain)
+    if gold and any(not equation.free_symbols for equation in _equations(gold[0])):
+        # A calculation, 6 * 4 = 24, stands for its result.
+        gold = _parse(plain.rpartition("=")[2])
     if not gold:
         raise ValueError(f"math-verify cannot parse the answer {answer!r}")
     return gold

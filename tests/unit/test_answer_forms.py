@@ -1,6 +1,7 @@
-r"""What ``math_verify`` accepts and what it refuses: responses in the forms that models write, each with its score.
+r"""Scores of ``math_verify``: responses in the forms that models write, and gold answers in the forms of data sets.
 
-The first table has right answers, the second wrong ones. A form that two readers would judge differently is in neither.
+The first table has right answers, the second gold answers, the last wrong answers. A form that two readers would judge
+differently is in none.
 """
 
 from __future__ import annotations
@@ -68,6 +69,42 @@ RIGHT = [
     (r"\boxed{the answer is 42}", "42"),
     (r"\boxed{\text{The answer is }42}", "42"),
     (r"\boxed{\text{Answer: } 42}", "42"),
+    # Last lines without a mark.
+    ("Thus, the number of residents is **73**.", "73"),
+    ("She has **73 apples**.", "73"),
+    ("She has **73 apples**.\n\nLet me know if you have more questions!", "73"),
+    ("**She has 73 apples.** This is what is left.", "73"),
+    ("Janet makes **$18** every day.", "18"),
+    ("He pays **$18**, not $20.", "18"),
+    ("The first is **2** or **3**.", "2,3"),
+    ("**Step 3:** So she has **73**.", "73"),
+    ("The result is `42`.", "42"),
+    ("So it is *42*.", "42"),
+    ("So it takes 7 days.\n\nTherefore, x = 18.", "18"),
+    ("So the 3 boxes hold 3*4 = 12 apples.", "12"),
+    ("So the total cost is $18 + $20 = $38.", "38"),
+    ("There were 80. Then she has 73 apples.", "73"),
+    ("Ann has 12 more apples than Bob.", "12"),
+    ("The total cost is $1,234.50.", "1234.5"),
+    ("The area is 5 cm^2.", r"5\text{ cm}^2"),
+    ("Total: 42", "42"),
+    ("\u2705 42", "42"),
+    ("The speed is **60 km/h**.", "60 km/h"),
+    ("So 6 x 7 = 42 apples in total.", "42"),
+    ("So the answer is **B. 12**", "B"),
+    ("\u2234 18", "18"),
+    ("\u21d2 18", "18"),
+    ("= 18", "18"),
+    ("The winner is **Evelyn**.", "Evelyn"),
+    ("The correct option is (B).", "B"),
+    ("So it is option **B**.", "B"),
+    ("Yes, because it is even.", "Yes"),
+    ("**Answer**: 4 (since 2+2)", "4"),
+    ("Answer: 4 (that is 2+2)", "4"),
+    ("**Final Answer:** The number of residents is **73**.", "73"),
+    ("Final answer: she has 73 apples.", "73"),
+    ("The answer equals 42", "42"),
+    ("The answer is therefore 42", "42"),
     # Numbers.
     (r"\boxed{1,234}", "1234"),
     (r"\boxed{1{,}234{,}567}", "1234567"),
@@ -135,8 +172,16 @@ RIGHT = [
     (r"\boxed{5\,\text{cm}^2}", r"5\text{ cm}^2"),
     (r"\boxed{5 \text{ minutes}}", r"5 \text{ min}"),
     (r"\boxed{90^\circ}", "90"),
+    (r"\boxed{5\text{ m/s}}", "5 m/s"),
+    (r"\boxed{2\text{ h }20\text{ min}}", "2 hours and 20 minutes"),
+    (r"\boxed{18 USD}", "18 dollars"),
+    (r"\boxed{5 apples left}", "5 apples"),
+    (r"\boxed{\approx 42}", "42"),
+    (r"\boxed{3{:}30}", "3:30"),
     # Words and choices.
     (r"\boxed{\text{Evelyn}}", "Evelyn"),
+    (r"\boxed{7}", "seven"),
+    (r"\boxed{Twenty-one}", "21"),
     (r"\boxed{evelyn}", r"\text{Evelyn}"),
     (r"\boxed{\text{no}}", "No"),
     (r"\boxed{B}", r"\text{(B)}"),
@@ -164,6 +209,77 @@ RIGHT = [
     (r"\boxed{1011}", "1011_2"),
     (r"\boxed{1011_{2}}", "1011_2"),
     (r"\boxed{\emptyset}", r"\emptyset"),
+    (r"\boxed{(0, 12.5)}", "0 < x < 12.5"),
+    (r"\boxed{0 < x < 12.5}", "(0, 12.5)"),
+    (r"\boxed{-2 \le x \le 7}", r"x \in [-2,7]"),
+    (r"\boxed{m \ge \sqrt 2}", r"m \in [\sqrt{2}, +\infty)"),
+    (r"\boxed{\langle 1,2\rangle}", "(1,2)"),
+    (r"\boxed{2\pi}", "2*pi"),
+    (r"\boxed{x**2}", "x^2"),
+]
+
+GOLD = [
+    # Gold answers that are read as a response is: the gold answer, a right box and a wrong one.
+    ("The answer is 42.", "42", "41"),
+    ("Final answer: 42", "42", "41"),
+    ("She has 42 apples.", "42", "41"),
+    ("Tom is 12 years old.", "12", "13"),
+    ("Tom earns $24 per day.", "24", "25"),
+    (r"The total is $6 \times 4 = 24$ dollars.", "24", "6"),
+    ("First we add 6 and 7.\n\nThe answer is 42.", "42", "41"),
+    ("<answer>42</answer>", "42", "41"),
+    ("<think>41?</think>42", "42", "41"),
+    ('{"answer": 42}', "42", "41"),
+    ('{"final_answer": "42", "unit": "cm"}', "42", "41"),
+    ('["42"]', "42", "41"),
+    ('"42"', "42", "41"),
+    ("{1, 2}", "2,1", "1"),
+    (r"\[42\]", "42", "41"),
+    (r"so \boxed{42\text{ cm}}", "42", "41"),
+    ("#### 42 apples", "42", "41"),
+    ("about 42", "42", "41"),
+    ("\u2248 42", "42", "41"),
+    ("= 42", "42", "41"),
+    ("6*4 = 24", "24", "6"),
+    ("42\u20ac", "42", "41"),
+    ("42 \u5143", "42", "41"),
+    ("$1,042.50", "1042.5", "1042"),
+    ("42%", "0.42", "42.1"),
+    ("5 m/s", "5", "4"),
+    ("5 cm^2", "5", "4"),
+    ("5 cm\u00b2", r"5\text{ cm}^2", r"5\text{ cm}^3"),
+    ("90\u00b0", "90", "91"),
+    ("37 \u00b0C", "37", r"37^\circ\text{F}"),
+    ("12 hours/day", "12", "13"),
+    ("10-20", "10 to 20", "-10"),
+    ("between 10 and 20", r"10\text{ to }20", "10"),
+    ("2 hours 20 minutes", r"2\text{ h }20\text{ min}", "2"),
+    (r"2\text{ hours }20\text{ minutes}", "2 hours 20 minutes", "2"),
+    ("(B) 12", "B", "A"),
+    ("(B) 12", "12", "13"),
+    ("(B) 12", "(B) 12", "(B) 13"),
+    ("B. The dog runs", "B", "A"),
+    ("B: the dog", "the dog", "the cat"),
+    (r"\text{(B) }12", "B", "C"),
+    ("Option B", "B", "A"),
+    ("The correct option is B", "B", "A"),
+    ("(b)", "B", "A"),
+    ("Yes, because it is even", "yes", "no"),
+    ("twenty-one", "21", "20"),
+    ("forty-two (42)", "42", "40"),
+    ("1.5 x 10^3", "1500", "15"),
+    ("1.234.567", "1234567", "1.234567"),
+    ("x**2", "x^2", "2x"),
+    ("2*pi", r"2\pi", "2"),
+    ("ln(2)", r"\ln 2", "2"),
+    ("\u221e", r"\infty", "1"),
+]
+
+UNREADABLE = [
+    "There are 12 dogs and 5 cats in the garden.",
+    "$",
+    "7" * 600,
+    "To get 5 apples, add 6 to 7 and subtract 8 from the sum",
 ]
 
 WRONG = [
@@ -183,6 +299,50 @@ WRONG = [
     ("It is certainly not $42$.", "42"),
     (r"I think $x\ne 42$.", "42"),
     ("\u7b54\u6848\u4e0d\u662f42", "42"),
+    ("It is not **42**.", "42"),
+    ("**42** is wrong.", "42"),
+    ("At least **42** apples are there.", "42"),
+    ("There are at least $42$ apples.", "42"),
+    ("There are $42$ or more apples.", "42"),
+    ("**42** or more apples are there.", "42"),
+    ("There are more than 42 apples.", "42"),
+    ("She doesn't have 42 apples.", "42"),
+    ("Is it 42?", "42"),
+    ("If she had 42 apples, she would be glad.", "42"),
+    ("I am 42% sure.", "42"),
+    ("It is the square root of 42.", "42"),
+    ("It is half of 42.", "42"),
+    ("She has twice 42 apples.", "42"),
+    ("Let x = 42.", "42"),
+    ("$x = 42$ is impossible.", "42"),
+    ("**42** is impossible.", "42"),
+    (r"\boxed{42 \text{ is impossible}}", "42"),
+    ("We need 42 to be divisible by 7.", "42"),
+    ("So x > 42.", "42"),
+    ("The ratio is 42:1.", "42"),
+    ("It takes between 40 and 42 days.", "42"),
+    ("Check: is x = 42?", "42"),
+    ("It's option A or B", "A"),
+    ("She has 42 and a half.", "42"),
+    ("She has 42 million.", "42"),
+    ("We take log 42", "42"),
+    ("That was step 42", "42"),
+    ("The area is 42 cm.", "42 m"),
+    ("So we get 40 + 1 = 42 apples.", "42"),
+    ("We see that x = 41 and y = 42.", "42"),
+    ("She has 41 apples and 42 pears.", "42"),
+    ("She has **41** apples and **42** pears.", "42"),
+    ("**41** or **42**", "42"),
+    ("He pays $41 and she pays $42.", "41"),
+    ("It is not option B.", "B"),
+    ("Option A or option B", "A"),
+    ("Answer: not **42**", "42"),
+    (r"\boxed{The set has 42 elements}", "42"),
+    (r"\boxed{2\text{ hours }20\text{ minutes}}", "2"),
+    (r"\boxed{10\text{ to }20}", "10"),
+    (r"\boxed{5 square meters}", "5 square feet"),
+    (r"\boxed{[0, 12.5]}", "0 < x < 12.5"),
+    (r"\boxed{0 \le x < 12.5}", "(0, 12.5)"),
     # Several answers of which one is right: all of them must be, or none counts.
     (r"\boxed{2} and \boxed{3}", "3"),
     (r"\boxed{1}, \boxed{2}, \boxed{3}", "3"),
@@ -277,6 +437,19 @@ def test_wrong_answers_earn_0(response, answer):
     assert math_verify(response, answer) == 0.0
 
 
+@pytest.mark.parametrize(("answer", "right_box", "wrong_box"), GOLD)
+def test_gold_answers_are_read_as_responses_are(answer, right_box, wrong_box):
+    assert check_gold("", answer) == 1.0
+    assert math_verify(rf"\boxed{{{right_box}}}", answer) == 1.0
+    assert math_verify(rf"\boxed{{{wrong_box}}}", answer) == 0.0
+
+
+@pytest.mark.parametrize("answer", UNREADABLE)
+def test_gold_answers_that_no_response_can_match_are_refused(answer):
+    with pytest.raises(ValueError, match=r"the answer (is|has)"):
+        check_gold("", answer)
+
+
 @pytest.mark.parametrize("answer", sorted({answer for _, answer in RIGHT + WRONG}))
 def test_every_expected_answer_equals_itself(answer):
     assert check_gold("", answer) == 1.0
@@ -298,6 +471,13 @@ def test_every_expected_answer_equals_itself(answer):
         "\\[" * 50_000,
         "<answer>" * 20_000,
         "<think>" * 20_000,
+        "$1" * 50_000,
+        "** " * 50_000,
+        "**1** or " * 20_000,
+        "word " * 20_000 + "5",
+        "a = 1 " * 20_000,
+        "(a " * 50_000,
+        "so " * 50_000,
     ],
     ids=lambda text: text[:12],
 )

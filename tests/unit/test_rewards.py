@@ -140,7 +140,7 @@ def test_math_verify_says_when_the_answer_itself_is_no_mathematics():
 
 
 def test_the_table():
-    own = {"exact_integer", "math_verify"}
+    own = {"exact_integer", "math_verify", "environment"}
     assert set(REWARDS) == own | {"reward_model", "judge", "verl", "reasoning_gym"}
     assert find_reward("exact_integer").load()("1+1=2", "2") == 1.0
     assert find_reward("exact_integer").runs_inline
