@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TEXT_ENDINGS = (".jsonl", ".json", ".csv", ".tsv")
-DATA_ENDINGS = (*_TEXT_ENDINGS, *(f"{ending}.gz" for ending in _TEXT_ENDINGS), ".parquet", ".arrow")
+COMPRESSED_ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+"""Endings after a text file's ending: the file is compressed."""
+_COMPRESSED_TEXT_ENDINGS = tuple(
+    ending + compression for ending in _TEXT_ENDINGS for compression in COMPRESSED_ENDINGS
+)
+DATA_ENDINGS = (*_TEXT_ENDINGS, *_COMPRESSED_TEXT_ENDINGS, ".parquet", ".arrow")
 """In a folder, only files with these endings (in upper or lower case) are read. A path to one file may have any
 ending.
 """
@@ -57,7 +62,10 @@ class DataFiles:
         exist.
         """
         if not self.files:
-            endings = ", ".join(DATA_ENDINGS)
+            text_endings = ", ".join(_TEXT_ENDINGS)
+            endings = (
+                f"{text_endings}, these with {', '.join(COMPRESSED_ENDINGS)}, .parquet, .arrow"
+            )
             if not os.path.isdir(self.path):
                 return f"a file that matches this pattern, relative to {Path.cwd()}"
             found_names = "no file"
@@ -97,7 +105,9 @@ def label_of(path: str) -> str:
     if os.path.exists(path) or not glob.has_magic(path):
         return path
     for part in reversed(Path(path).parts):
-        stem = part.removesuffix(".gz")
+        stem = part
+        for ending in COMPRESSED_ENDINGS:
+            stem = stem.removesuffix(ending)
         stem = stem.rpartition(".")[0] or stem
         label = "".join(c for c in stem if c not in "*?[]!").strip("-_. ")
         if label:

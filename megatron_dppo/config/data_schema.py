@@ -23,7 +23,7 @@ class ProblemFile(Section):
     """Files of problems, with a prompt and an answer in each row."""
 
     path: str
-    """JSONL, CSV, TSV or Parquet file (text also as .gz), a folder of such files, or a glob (docs/data.md)."""
+    """JSONL, JSON, CSV, TSV or Parquet file (text also compressed), a folder of these, or a glob (docs/data.md)."""
     prompt_key: str | None = None
     """Column of the prompt, text or chat messages; ``a.b`` is a field of a structure. Empty: a column with one of the
     usual names in docs/data.md#records.

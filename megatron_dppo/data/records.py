@@ -1,19 +1,18 @@
 """Data rows from files in JSON Lines, JSON, CSV, Parquet and Arrow; and a row's prompt, answer and metadata.
 
-The first bytes of a file decide whether it is Parquet, Arrow or gzip, because published files have many names. Other
-files are CSV if their name says so, else JSON Lines. An error names file and line.
+The first bytes of a file decide whether it is Parquet, Arrow or compressed, because published files have many names.
+Other files are CSV if their name says so, else JSON Lines or one JSON document. An error names file and line.
 """
 
 from __future__ import annotations
 
+import ast
 import csv
-import gzip
 import hashlib
 import io
 import json
 import math
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, time, timedelta
@@ -23,6 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from megatron_dppo.config.data_files import data_files
+from megatron_dppo.data.compression import (
+    CompressionError,
+    decompressed,
+    without_compressed_ending,
+)
 from megatron_dppo.data.gold_answers import holds_answer
 from megatron_dppo.system.errors import RunError
 
@@ -30,7 +34,6 @@ Record = dict[str, Any]
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
 """The first four bytes of each format. The library ``datasets`` saves Arrow streams."""
 COLUMNAR = (PARQUET, ARROW_FILE, ARROW_STREAM)
-GZIP = b"\x1f\x8b"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _BATCH = 4096
 """Number of rows that exist as Python objects at one time: published files have millions of rows."""
@@ -43,7 +46,8 @@ class DataError(RunError, ValueError):
 class FilePart(NamedTuple):
     """One of the files of a data path.
 
-    ``records`` is the number of its records. ``unit`` is the word for a record in messages, ``line`` or ``row``.
+    ``records`` is the number of its records. ``unit`` is the word for a record in messages: ``line``, ``row`` of a
+    table, or ``record`` if records are no consecutive lines.
     """
 
     path: str
@@ -67,19 +71,32 @@ class RecordSet(NamedTuple):
     parts: tuple[FilePart, ...]
 
 
-def read_records(path: Path) -> tuple[list[Record], list[str], str]:
-    """Read a file: its records, the location of each record in words, and the SHA-256 of the file's bytes."""
+class FileRecords(NamedTuple):
+    """The records of a file, the location of each in words, the SHA-256 of the file's bytes, and ``FilePart.unit``."""
+
+    records: list[Record]
+    locations: list[str]
+    sha256: str
+    unit: str
+
+
+def read_records(path: Path) -> FileRecords:
+    """Read a file. Raises DataError if it has no records, or cannot be read."""
     if is_columnar(path):
         records = list(_rows(path))
         if not records:
             raise DataError(f"{path}: the file is empty, expected at least one row")
-        locations = [f"{path}, row {number}" for number in range(1, len(records) + 1)]
         with open(path, "rb") as file:
-            return records, locations, hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecords(records, _numbered(path, "row", len(records)), digest, "row")
     content = _content(path)
     digest = hashlib.sha256(content).hexdigest()
-    records, locations = _parse_text_file(path, _decompressed(path, content))
-    return records, locations, digest
+    parsed = _parse_text_file(path, _decompressed(path, content))
+    return FileRecords(parsed.records, parsed.locations, digest, parsed.unit)
+
+
+def _numbered(path: Path, unit: str, count: int) -> list[str]:
+    return [f"{path}, {unit} {number}" for number in range(1, count + 1)]
 
 
 def read_all_records(path: str | Path) -> RecordSet:
@@ -95,11 +112,11 @@ def read_all_records(path: str | Path) -> RecordSet:
     hashes: list[str] = []
     parts: list[FilePart] = []
     for file in expanded.files:
-        new_records, new_locations, digest = read_records(file)
-        records += new_records
-        locations += new_locations
-        hashes.append(digest)
-        parts.append(FilePart(str(file), len(new_records), unit_of(file)))
+        read = read_records(file)
+        records += read.records
+        locations += read.locations
+        hashes.append(read.sha256)
+        parts.append(FilePart(str(file), len(read.records), read.unit))
     return RecordSet(records, locations, joined_sha256(hashes), tuple(parts))
 
 
@@ -138,37 +155,79 @@ def is_columnar(path: Path) -> bool:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def unit_of(path: Path) -> str:
-    """The word for a record of the file in messages, ``line`` or ``row``."""
-    if is_columnar(path) or _delimiter(path) is not None:
-        return "row"
-    return "line"
-
-
 def _delimiter(path: Path) -> str | None:
     """The column separator of a CSV or TSV file, also of a ``.csv.gz``; None for other files."""
-    name = path.name.lower().removesuffix(".gz")
+    name = without_compressed_ending(path.name.lower())
     return _DELIMITERS.get(Path(name).suffix)
 
 
 def _decompressed(path: Path, content: bytes) -> bytes:
-    if not content.startswith(GZIP):
-        return content
     try:
-        return gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: no readable gzip file: {error}") from error
+        return decompressed(content)
+    except CompressionError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
-def _parse_text_file(path: Path, content: bytes) -> tuple[list[Record], list[str]]:
-    """Parse a JSONL or CSV file: its records, and the location of each record in words."""
+class _ParsedText(NamedTuple):
+    """The records of a text file, the location of each in words, and ``FilePart.unit``."""
+
+    records: list[Record]
+    locations: list[str]
+    unit: str
+
+
+def _parse_text_file(path: Path, content: bytes) -> _ParsedText:
+    """Parse a file of JSON Lines, a JSON document or a CSV file."""
     delimiter = _delimiter(path)
-    if delimiter is None:
-        return _parse_lines(path, content)
-    return _parse_table(path, content, delimiter)
+    if delimiter is not None:
+        return _parse_table(path, content, delimiter)
+    content = content.removeprefix(b"\xef\xbb\xbf").strip()
+    if content.startswith(b"["):
+        return _parse_document(path, content)
+    # One object may be the whole file: a record of several lines, or an object with a list of records.
+    if content.startswith(b"[") or (content.startswith(b"{") and _is_json(content)):
+        return _parse_document(path, content)
+    return _parse_lines(path, content)
 
 
-def _parse_table(path: Path, content: bytes, delimiter: str) -> tuple[list[Record], list[str]]:
+def _parse_document(path: Path, content: bytes) -> _ParsedText:
+    """Parse a JSON document: a list of objects, an object with one such list, or one object, which is a record."""
+    is_line = content.startswith(b"{") and b"\n" not in content
+    document = _parse_text(content, f"{path}, line 1" if is_line else str(path))
+    unit = "record"
+    if isinstance(document, dict) and not _is_wrapped_list(document):
+        document = [document]
+        unit = "line" if is_line else unit
+    elif isinstance(document, dict):
+        (document,) = document.values()
+    for number, record in enumerate(document, 1):
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{path}, record {number}: {type(record).__name__}, expected a list of JSON objects"
+            )
+    if not document:
+        raise DataError(f"{path}: the list is empty, expected at least one JSON object")
+    return _ParsedText(document, _numbered(path, unit, len(document)), unit)
+
+
+def _is_wrapped_list(document: Mapping[str, Any]) -> bool:
+    """Whether the only value of an object is a list of records: ``{"data": [...]}``. A list of messages is none."""
+    if len(document) != 1:
+        return False
+    (value,) = document.values()
+    has_objects = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    return has_objects and bool(value) and not any(map(_role_of, value))
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _parse_table(path: Path, content: bytes, delimiter: str) -> _ParsedText:
     """Parse a CSV file, whose first line has the column names. Values are text; an empty value becomes None."""
     try:
         text = content.decode("utf-8-sig")
@@ -190,24 +249,28 @@ def _parse_table(path: Path, content: bytes, delimiter: str) -> tuple[list[Recor
             raise DataError(f"{location}: expected {count} columns, as the first line names")
         records.append({key: value or None for key, value in row.items()})
         locations.append(location)
-    return records, locations
+    return _ParsedText(records, locations, "row")
 
 
-def _parse_lines(path: Path, content: bytes) -> tuple[list[Record], list[str]]:
-    """Parse a JSONL file: its records, and the location of each record in words."""
-    lines = content.removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n")
-    if lines == [b""]:
-        raise DataError(f"{path}: the file is empty, expected one JSON object a line")
+def _parse_lines(path: Path, content: bytes) -> _ParsedText:
+    """Parse JSON Lines. Blank lines are left out."""
     records: list[Record] = []
     locations: list[str] = []
-    for number, line in enumerate(lines, 1):
+    number = 0
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
         location = f"{path}, line {number}"
         record = _parse_text(line, location)
         if not isinstance(record, dict):
             raise DataError(f"{location}: {type(record).__name__}, expected a JSON object")
         records.append(record)
         locations.append(location)
-    return records, locations
+    if not records:
+        raise DataError(f"{path}: the file is empty, expected one JSON object a line")
+    # The number of a record is the number of its line, unless there are blank lines.
+    unit = "line" if len(records) == number else "record"
+    return _ParsedText(records, locations, unit)
 
 
 def _parse_text(text: bytes, location: str) -> Any:
@@ -236,18 +299,7 @@ def _parse_text(text: bytes, location: str) -> Any:
 
 def _objects(path: Path) -> list[Record]:
     """Read the records of a CSV, JSONL or JSON file."""
-    content = _decompressed(path, _content(path))
-    try:
-        return _parse_text_file(path, content)[0]
-    except DataError:
-        if path.suffix != ".json":
-            raise
-        # The file may be one JSON document instead of JSON Lines.
-        document = _parse_text(content, str(path))
-    records = document if isinstance(document, list) else [document]
-    if not records or not all(isinstance(record, dict) for record in records):
-        raise DataError(f"{path}: expected an object, or a list of objects")
-    return records
+    return _parse_text_file(path, _decompressed(path, _content(path))).records
 
 
 def _content(path: Path) -> bytes:
@@ -373,7 +425,7 @@ def prompt_of(record: Mapping[str, Any], location: str, key: str | None = None) 
     prompts: dict[str, Prompt] = {}
     for name, value in values.items():
         prompts[name] = _prompt(value, name, location)
-    if len(set(map(text_of, prompts.values()))) > 1:
+    if len(set(map(all_text, prompts.values()))) > 1:
         raise DataError(f"{location}: {_ambiguity(values, 'prompt_key')}")
     first_name, prompt = next(iter(prompts.items()))
     if first_name.lower() == "instruction" and isinstance(prompt, str):
@@ -413,11 +465,12 @@ def answer_of(record: Mapping[str, Any], key: str | None = None) -> str:
 def _last_message_hint(record: Mapping[str, Any]) -> str:
     """A hint to set the key of the answer, if a conversation ends with a message of the assistant; else empty."""
     for name, value in record.items():
-        if name.lower() not in _CONVERSATIONS or not isinstance(value, list) or not value:
+        conversation = _conversation(value)
+        if name.lower() not in _CONVERSATIONS or conversation is None:
             continue
-        message = _message(value[-1])
+        message = _message(conversation[-1])
         if message is not None and message["role"] == "assistant":
-            field = "content" if "content" in value[-1] else "value"
+            field = "content" if "content" in conversation[-1] else "value"
             key = f"{name}[-1].{field}"
             return f". Where the last message is the answer, set the file's answer_key: {key}"
     return ""
@@ -500,7 +553,7 @@ def refuse_media(record: Mapping[str, Any], prompt: Prompt, location: str) -> No
     for name, value in record.items():
         if name.lower() not in MEDIA_KEYS or _is_empty(value):
             continue
-        if isinstance(value, str) and _MEDIA_MARK.search(_all_text(prompt)) is None:
+        if isinstance(value, str) and _MEDIA_MARK.search(all_text(prompt)) is None:
             continue
         raise DataError(
             f"{location}: the column {name!r} has a value ({type(value).__name__}), expected an empty column: models "
@@ -511,7 +564,7 @@ def refuse_media(record: Mapping[str, Any], prompt: Prompt, location: str) -> No
 
 def unread_columns(record: Mapping[str, Any], prompt: Prompt) -> list[str]:
     """The columns of ``UNREAD_KEYS`` that have a value which is not in the prompt."""
-    text = _all_text(prompt)
+    text = all_text(prompt)
     names = []
     for name, value in record.items():
         if name.lower() not in UNREAD_KEYS or _is_empty(value):
@@ -521,8 +574,8 @@ def unread_columns(record: Mapping[str, Any], prompt: Prompt) -> list[str]:
     return names
 
 
-def _all_text(prompt: Prompt) -> str:
-    """The joined text of all messages."""
+def all_text(prompt: Prompt) -> str:
+    """The text of all messages, a message a paragraph."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(message["content"]) for message in prompt)
@@ -591,7 +644,15 @@ def _values(record: Mapping[str, Any], rows: Keys) -> dict[str, Any]:
 
 def _is_structure(record: Mapping[str, Any], path: str) -> bool:
     """Whether the column of ``path`` has an object. ``path``: ``a`` for a column, ``a.b`` for a structure's field."""
-    return isinstance(record.get(path.partition(".")[0]), Mapping)
+    return isinstance(_structure(record.get(path.partition(".")[0])), Mapping)
+
+
+def _structure(value: Any) -> Any:
+    """The object or list that a text has as JSON; other values unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        conversation = _conversation(value)
+        return _parsed(value) if conversation is None else conversation
+    return value
 
 
 def _is_blank(value: object) -> bool:
@@ -605,23 +666,90 @@ def _ambiguity(values: Mapping[str, Any], config_key: str) -> str:
 
 def _prompt(value: object, key: str, location: str) -> Prompt:
     """Convert the value under ``key`` to a prompt. Raises DataError if the value is not a prompt."""
-    if isinstance(value, str) and value.strip():
-        return value
-    entries = value if isinstance(value, list) else []
+    entries = _conversation(value)
+    if entries is None:
+        if isinstance(value, str) and _MESSAGES_BEGIN.match(value):
+            raise DataError(
+                f"{location}: {key!r} is {shorten(value)}, which begins like chat messages, expected a list of "
+                "messages in JSON, each with a role and a content"
+            )
+        if isinstance(value, str) and value.strip():
+            return value
+        raise DataError(f"{location}: {key!r} is {shorten(value)}, expected {_PROMPT_FORM}")
     messages: list[dict[str, Any]] = []
-    for entry in entries:
+    for number, entry in enumerate(entries, 1):
         message = _message(entry)
+        role = _role_of(entry)
+        if role in _OPTIONAL_ROLES and _has_no_content(entry):
+            continue
         if message is not None:
             messages.append(message)
-    has_invalid = len(messages) < len(entries)
+        elif role == "assistant" and all(_role_of(e) == "assistant" for e in entries[number:]):
+            # Messages of the assistant at the end are left out in any case.
+            continue
+        else:
+            raise DataError(
+                f"{location}: {key!r} has {shorten(entry)} as message {number}, {_message_fault(entry, role)}"
+            )
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    if messages and not has_invalid:
-        return [_as_json(message, f"{location}: {key!r}") for message in messages]
-    raise DataError(
-        f"{location}: {key!r} is {shorten(value)}, expected text or a list of chat messages with a role and a content, "
-        "at least one of them not the assistant's"
-    )
+    if not messages:
+        raise DataError(f"{location}: {key!r} is {shorten(value)}, expected {_PROMPT_FORM}")
+    return [_as_json(message, f"{location}: {key!r}") for message in messages]
+
+
+_PROMPT_FORM = "text or a list of chat messages with a role and a content, at least one of them not the assistant's"
+_MESSAGES_BEGIN = re.compile(r"\s*(?:array\()?\[?\s*\{\s*['\"](?:role|from)['\"]\s*:")
+"""The beginning of text that is a list of messages in some notation."""
+_OPTIONAL_ROLES = ("system", "developer")
+"""A message of these roles without content is left out: many exports have an empty system message."""
+
+
+def _conversation(value: object) -> list[Any] | None:
+    """The messages of a list, or of text that is a list of messages in JSON or Python's notation; None for others."""
+    if isinstance(value, list):
+        has_messages = any(isinstance(entry, Mapping) for entry in value)
+        return value if has_messages else None
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return None
+    parsed = _parsed(value)
+    if isinstance(parsed, str):
+        parsed = _python_value(value)
+    messages = [parsed] if isinstance(parsed, Mapping) else parsed
+    if isinstance(messages, list) and messages and all(map(_role_of, messages)):
+        return messages
+    return None
+
+
+def _python_value(text: str) -> Any:
+    """The value of a Python literal: CSV files of pandas have messages in this notation. None for other text."""
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def _role_of(message: Any) -> str | None:
+    """The role of a message that has keys for a role and for content or calls; None for other values."""
+    if not isinstance(message, Mapping):
+        return None
+    role = message.get("role") or message.get("from")
+    has_content_key = any(key in message for key in ("content", "value", "tool_calls"))
+    if not isinstance(role, str) or not role or not has_content_key:
+        return None
+    return ROLES.get(role, role)
+
+
+def _has_no_content(message: Mapping[str, Any]) -> bool:
+    return all(_is_blank(message.get(key)) for key in ("content", "value", "tool_calls"))
+
+
+def _message_fault(message: Any, role: str | None) -> str:
+    if role is None:
+        return "expected a message with a role and a content"
+    if _has_no_content(message):
+        return f"of the role {role!r} without content, expected text"
+    return "expected content as text, or as a list of text parts"
 
 
 def _message(message: Any) -> dict[str, Any] | None:
@@ -705,6 +833,7 @@ def value_at(record: Mapping[str, Any], path: str) -> Any:
         return record[path]
     value: Any = record
     for step in _steps(path):
+        value = _structure(value)
         if isinstance(step, int):
             has_step = isinstance(value, list) and -len(value) <= step < len(value)
         else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data import problems
+from megatron_dppo.data.records import all_text
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.data.turn_ends import ResponseEnds
 from megatron_dppo.diagnostics.near_duplicates import near_duplicates
@@ -60,10 +63,9 @@ def inspect(inspection: Inspection) -> Iterator[str]:
     records = problems.read_problems(inspection.path, inspection.keys)
     prompts = records.prompts
     locations = records.locations
-    texts = [problems.text_of(prompt) for prompt in prompts]
-    # Texts that differ only in white space count as repeated.
-    different_texts = {" ".join(text.split()) for text in texts}
-    repeated = len(texts) - len(different_texts)
+    # Conversations are compared as a whole: their last messages may be equal.
+    texts = [all_text(prompt) for prompt in prompts]
+    repeated = len(prompts) - len(set(map(_compared, prompts)))
     yield f"{inspection.path}: {len(prompts):,} problems, {repeated:,} repeated"
     file_warning = data_files(inspection.path).warning
     if file_warning:
@@ -82,10 +84,18 @@ def inspect(inspection: Inspection) -> Iterator[str]:
             yield f"warning: {tool_faults}"
         yield from _special_tokens(inspection.tokenizer, prompts, locations)
         yield from _tokens_beyond(inspection, inspection.tokenizer, records)
-    yield from _answers(inspection, texts, records)
+    yield from _answers(inspection, records)
     for other in inspection.against:
         yield from _alike(inspection, texts, locations, other)
     yield from _shown(inspection, records)
+
+
+def _compared(prompt: problems.Prompt) -> str:
+    """The text by which repeated prompts are found. Prompts that differ only in white space have equal texts."""
+    fields: list[dict[str, Any]] = []
+    if not isinstance(prompt, str):
+        fields = [{**message, "content": ""} for message in prompt]
+    return json.dumps([" ".join(all_text(prompt).split()), fields], sort_keys=True)
 
 
 def _unread(records: problems.ProblemRecords) -> Iterator[str]:
@@ -178,11 +188,8 @@ def _tokens_beyond(
         )
 
 
-def _answers(
-    inspection: Inspection,
-    texts: list[str],
-    records: problems.ProblemRecords,
-) -> Iterator[str]:
+def _answers(inspection: Inspection, records: problems.ProblemRecords) -> Iterator[str]:
+    texts = [problems.text_of(prompt) for prompt in records.prompts]
     answers = records.answers
     unanswered = records.unanswered
     problem_fields = zip(texts, answers, records.metadata, strict=True)
@@ -221,9 +228,7 @@ def _alike(
     """Yield lines about the near-duplicates: pairs of a problem in the inspected set and one in the file ``other``."""
     other_problems = problems.read_problems(other)
     other_locations = other_problems.locations
-    other_starts = [
-        problems.text_of(prompt)[:_COMPARED_CHARACTERS] for prompt in other_problems.prompts
-    ]
+    other_starts = [all_text(prompt)[:_COMPARED_CHARACTERS] for prompt in other_problems.prompts]
     starts = [text[:_COMPARED_CHARACTERS] for text in texts]
     pairs = near_duplicates(starts, other_starts, inspection.similarity)
     found_count = len({pair.evaluation for pair in pairs})

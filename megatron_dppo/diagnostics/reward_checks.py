@@ -52,7 +52,7 @@ def read_checks(path: Path) -> list[RewardCheck]:
 
     Raises DataError that names the line.
     """
-    records, locations, _ = read_records(path)
+    records, locations, *_ = read_records(path)
     right_checks: list[RewardCheck] = []
     for number, (record, location) in enumerate(zip(records, locations, strict=True), start=1):
         if "answer" not in record:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import hashlib
 import json
+import lzma
 import re
 from datetime import date, datetime
 from decimal import Decimal
@@ -214,6 +216,62 @@ def test_a_conversation_with_calls_of_tools_up_to_the_answer(load, tokenizer):
     )
     turns = [("system", "S"), ("user", "1+1"), ("assistant", ""), ("tool", "2")]
     assert tokenizer.decode(problem.prompt_ids) == chat(*turns)
+
+
+MESSAGES = [{"role": "system", "content": "S"}, {"role": "user", "content": "1+1\n?"}]
+
+
+@pytest.mark.parametrize(
+    "text", [json.dumps(MESSAGES), json.dumps(MESSAGES, indent=1), repr(MESSAGES)]
+)
+def test_messages_may_be_the_text_of_a_column(text):
+    """JSON, or Python's notation, which pandas writes into CSV files."""
+    assert prompt_of({"messages": text}, "line 1") == MESSAGES
+    assert prompt_of({"problem": text}, "line 1", "problem") == MESSAGES
+    assert prompt_of({"prompt": json.dumps(MESSAGES[1])}, "line 1") == MESSAGES[1:]
+    answered = json.dumps([*MESSAGES, {"role": "assistant", "content": "2"}])
+    assert prompt_of({"messages": answered}, "line 1") == MESSAGES
+    assert answer_of({"messages": answered}, "messages[-1].content") == "2"
+    assert answer_of({"reward_model": '{"ground_truth": "2"}'}) == "2"
+    with pytest.raises(UnansweredError, match=r"messages\[-1\]\.content"):
+        answer_of({"messages": answered})
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "{x} is?", '[{"a": 1}]', '{"role": "admin"}', "[["])
+def test_other_text_in_brackets_is_a_prompt(text):
+    assert prompt_of({"prompt": text}, "line 1") == text
+
+
+@pytest.mark.parametrize("text", [json.dumps(MESSAGES)[:-4], repr(MESSAGES).replace("}, {", "} {")])
+def test_text_that_begins_like_messages_is_refused(text):
+    with pytest.raises(DataError, match=r"^line 1: 'messages' .*JSON"):
+        prompt_of({"messages": text}, "line 1")
+
+
+@pytest.mark.parametrize("content", ["", " ", None, []])
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_without_content_is_left_out(role, content):
+    messages = [{"role": role, "content": content}, MESSAGES[1]]
+    assert prompt_of({"messages": messages}, "line 1") == MESSAGES[1:]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": None},
+        {"role": "user"},
+        "x",
+    ],
+)
+def test_a_message_without_content_is_named(message):
+    with pytest.raises(DataError, match="message 2"):
+        prompt_of({"messages": [MESSAGES[1], message, MESSAGES[1]]}, "line 1")
+
+
+def test_an_empty_answer_at_the_end_of_a_conversation_is_left_out():
+    messages = [MESSAGES[1], {"role": "assistant", "content": ""}]
+    assert prompt_of({"messages": messages}, "line 1") == MESSAGES[1:]
 
 
 @pytest.mark.parametrize(
@@ -432,7 +490,6 @@ def test_what_metadata_of_a_parquet_file_holds_is_json(tmp_path, tokenizer):
     ("line", "message"),
     [
         ('{"prompt": "1+1", "answer": }', "not JSON: Expecting value at column 29"),
-        ("", "not JSON"),
         ('["1+1", "2"]', "list, expected a JSON object"),
         (b'{"prompt": "\xff", "answer": "2"}', "not UTF-8"),
         (
@@ -666,15 +723,68 @@ def test_a_decimal_that_is_no_number_is_no_answer():
         answer_of({"answer": Decimal("NaN")})
 
 
-def test_text_files_may_be_compressed(tmp_path, tokenizer):
-    path = tmp_path / "set.jsonl.gz"
-    content = gzip.compress(b'{"prompt": "1+1", "answer": "2"}\n{"prompt": "1", "answer": 3}\n')
+@pytest.mark.parametrize(
+    ("ending", "compress"),
+    [
+        (".gz", gzip.compress),
+        (".bz2", bz2.compress),
+        (".xz", lzma.compress),
+        (".zst", lambda content: pa.Codec("zstd").compress(content).to_pybytes()),
+        (".lz4", lambda content: pa.Codec("lz4").compress(content).to_pybytes()),
+    ],
+)
+def test_text_files_may_be_compressed(tmp_path, tokenizer, ending, compress):
+    path = tmp_path / f"set.jsonl{ending}"
+    content = compress(b'{"prompt": "1+1", "answer": "2"}\n{"prompt": "1", "answer": 3}\n')
     path.write_bytes(content)
     assert problems_of(path, tokenizer) == [("1+1", "2"), ("1", "3")]
+    assert problems_of(tmp_path, tokenizer) == [("1+1", "2"), ("1", "3")]
     assert read_records(path)[2] == hashlib.sha256(content).hexdigest()
     path.write_bytes(content[:-10])
-    with pytest.raises(DataError, match=f"{path}: .*gzip"):
+    with pytest.raises(DataError, match=f"{path}: no readable"):
         problems_of(path, tokenizer)
+    table = tmp_path / f"set.csv{ending}"
+    table.write_bytes(compress(b"prompt,answer\n3,3\n"))
+    assert problems_of(table, tokenizer) == [("3", "3")]
+
+
+def test_an_archive_is_refused(load):
+    with pytest.raises(DataError, match="zip archive"):
+        load(b"PK\x03\x04 and so on")
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"data": rows}])
+def test_a_json_document_is_a_list_of_records(load, indent, wrap):
+    rows = [{"prompt": "1+1", "answer": "2"}, {"prompt": "1", "answer": "3"}]
+    loaded = load(json.dumps(wrap(rows), indent=indent))
+    assert [(problem.prompt, problem.answer) for problem in loaded.problems] == [
+        ("1+1", "2"),
+        ("1", "3"),
+    ]
+    assert loaded.line_of(1) == "record 2"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("[]", "empty"), ("[1]", "record 1: int"), ('[{"prompt": "1"},', "not JSON")],
+)
+def test_a_json_document_that_is_no_list_of_records_is_named(load, content, message):
+    with pytest.raises(DataError, match=message):
+        load(content)
+
+
+def test_a_single_object_of_several_lines_is_a_record(load):
+    loaded = load(json.dumps({"prompt": "1+1", "answer": "2"}, indent=2))
+    assert [problem.prompt for problem in loaded.problems] == ["1+1"]
+
+
+def test_blank_lines_between_records_are_left_out(load):
+    loaded = load(f"{GOOD}\n\n{GOOD}\r\n  \r\n{GOOD}\n")
+    assert [problem.problem_id for problem in loaded.problems] == [0, 1, 2]
+    assert loaded.line_of(2) == "record 3"
+    with pytest.raises(DataError, match="line 3: not JSON"):
+        load(f"{GOOD}\n\n{{no\n")
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,20 @@ def test_the_report(files, capsys):
         assert f"--- {train}, line {line}\n{prompt.format(text)}" in output
 
 
+def test_conversations_with_equal_last_messages_are_no_repeats(tmp_path, capsys):
+    last = {"role": "user", "content": "And plus 1?"}
+    first_messages = [
+        {"role": "user", "content": text} for text in ("3+5?", "12+9?", "12 +9?", "12  +9?")
+    ]
+    rows = [{"messages": [first, last], "answer": "1"} for first in first_messages]
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["inspect", str(tmp_path / "set.jsonl"), "--against", str(tmp_path / "set.jsonl")])
+    output = capsys.readouterr().out
+    assert "4 problems, 1 repeated" in output
+    assert "set.jsonl, line 1 and" in output
+    assert "line 1 and " + f"{tmp_path}/set.jsonl, line 2" not in output
+
+
 def test_the_report_of_a_folder_names_the_file_of_a_line(files, capsys):
     main(["inspect", str(files), "--against", f"{files}/held_*"])
     output = capsys.readouterr().out
