@@ -4,8 +4,8 @@
 
 SGLang servers load each checkpoint themselves and generate ``evaluation.samples_per_prompt`` responses to every
 problem of ``data.evaluation``. The reward of the configuration scores the responses. The results are a table,
-``evaluation.json`` with avg@k and pass@j, and ``samples.jsonl`` with every response. ``--alpaca-eval SET`` also writes
-the responses to one set in the form that AlpacaEval reads.
+``evaluation.json`` with avg@k, pass@j and cons@k, and ``samples.jsonl`` with every response. ``--alpaca-eval SET`` also
+writes the responses to one set in the form that AlpacaEval reads.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -55,11 +56,14 @@ class SetResult:
         rewards: rewards of each problem's responses, by problem.
         truncated: number of responses that hit the length limit.
         mean_tokens: mean number of tokens of a response.
+        answers: the final answer of each response, by problem; an empty text for a response without an answer. Empty
+            if the reward compares no final answer.
     """
 
     rewards: Sequence[Sequence[float]]
     truncated: int
     mean_tokens: float
+    answers: Sequence[Sequence[str]] = ()
 
     @property
     def average(self) -> float:
@@ -86,6 +90,26 @@ class SetResult:
             estimates.append(1 - comb(len(group) - passed, tries) / comb(len(group), tries))
         return statistics.fmean(estimates)
 
+    @property
+    def consensus(self) -> float | None:
+        """The mean reward of the most frequent answer to each problem (cons@k, majority voting).
+
+        Responses without an answer do not vote. Among answers that are equally frequent, the mean counts. A problem
+        without any answer has the mean reward of its responses. None if the reward compares no final answer.
+        """
+        if not self.answers:
+            return None
+        rewards: list[float] = []
+        for answers, group in zip(self.answers, self.rewards, strict=True):
+            votes = Counter(answer for answer in answers if answer)
+            most_votes = max(votes.values(), default=0)
+            winning_rewards: dict[str, list[float]] = {}
+            for answer, reward in zip(answers, group, strict=True):
+                if votes[answer] == most_votes:
+                    winning_rewards.setdefault(answer, []).append(reward)
+            rewards.append(statistics.fmean(map(statistics.fmean, winning_rewards.values())))
+        return statistics.fmean(rewards)
+
     def to_json(self, pass_reward: float) -> dict[str, object]:
         size = len(self.rewards[0])
         # 1, 2, 4, ... up to the number of responses.
@@ -97,6 +121,7 @@ class SetResult:
             "standard_error": self.standard_error,
             "pass": {str(j): self.pass_at(j, pass_reward) for j in tries},
             "pass_reward": pass_reward,
+            "consensus": self.consensus,
             "truncated": self.truncated,
             "mean_tokens": self.mean_tokens,
         }
@@ -249,11 +274,27 @@ class _Checkpoint:
         rewards_by_problem = [
             rewards[start : start + size] for start in range(0, len(rewards), size)
         ]
+        answers = self._answers(responses)
         return SetResult(
             rewards_by_problem,
             sum(t.truncated for t in responses),
             statistics.fmean(t.sampled for t in responses),
+            [answers[start : start + size] for start in range(0, len(answers), size)],
         )
+
+    def _answers(self, responses: Sequence[Trajectory]) -> list[str]:
+        """The final answers of the responses as the first reward reads them; empty if it reads none."""
+        from megatron_dppo.rewards import find_reward
+        from megatron_dppo.rewards.notation import plain_notation
+
+        reward = find_reward(self.config.reward.name)
+        answers: list[str] = []
+        for response in responses:
+            answer = reward.found_answer(response.text)
+            if answer is None:
+                return []
+            answers.append("".join(plain_notation(answer).casefold().split()))
+        return answers
 
 
 def _write_report(
@@ -269,7 +310,7 @@ def _rows(
     results: Mapping[str, Mapping[str, SetResult]], pass_reward: float
 ) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
-        ("CHECKPOINT", "SET", "PROBLEMS", "AVG@K", "PASS@K", "TRUNCATED", "TOKENS")
+        ("CHECKPOINT", "SET", "PROBLEMS", "AVG@K", "PASS@K", "CONS@K", "TRUNCATED", "TOKENS")
     ]
     for checkpoint, sets in results.items():
         for name, result in sets.items():
@@ -281,8 +322,11 @@ def _rows(
             passed = f"pass@{size} {result.pass_at(size, pass_reward):.3f}"
             responses = len(result.rewards) * size
             truncated = f"{result.truncated / responses:.1%}"
-            row = (checkpoint, name, f"{len(result.rewards)}", average, passed, truncated)
-            rows.append((*row, f"{result.mean_tokens:.0f}"))
+            consensus = "-"
+            if result.consensus is not None:
+                consensus = f"cons@{size} {result.consensus:.3f}"
+            figures = (f"{len(result.rewards)}", average, passed, consensus, truncated)
+            rows.append((checkpoint, name, *figures, f"{result.mean_tokens:.0f}"))
     return rows
 
 

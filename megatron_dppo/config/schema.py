@@ -493,8 +493,10 @@ class EvaluationConfig(Section):
     """Steps between two evaluations; the run also evaluates before its first and after its last step."""
     samples_per_prompt: int = Field(default=32, gt=0, le=2**16)
     """The k of avg@k: responses whose rewards are averaged."""
-    temperature: float = Field(default=0.7, gt=0)
-    """Sampling temperature."""
+    temperature: float = Field(default=0.7, ge=0)
+    """Sampling temperature. 0: the engine chooses the most probable token (greedy), so that all responses to a prompt
+    are equal; set ``samples_per_prompt: 1``.
+    """
     top_p: float = Field(default=0.95, gt=0, le=1)
     """Top-p: the engine samples from the fewest tokens whose probabilities add up to this number."""
     max_response_tokens: int | None = Field(default=None, gt=0)

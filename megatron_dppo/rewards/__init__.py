@@ -276,12 +276,17 @@ class Reward:
         """A copy of ``record`` with the final answer in place of the whole answer."""
         return replace(record, answer=self.final(record.answer))
 
+    def found_answer(self, response: str) -> str | None:
+        """The part of ``response`` that the reward compares with the answer. None: the reward has no such part."""
+        if self.answer_target is None:
+            return None
+        return _import_function(self.answer_target)(response[-_MAX_SEARCHED:])
+
     def reason(self, response: str, answer: str, score: float) -> str:
         """Explain the score of ``response``, as far as possible without the reward's libraries."""
-        if self.answer_target is None:
+        found_answer = self.found_answer(response)
+        if found_answer is None:
             return f"by {self.target}"
-        find_answer = _import_function(self.answer_target)
-        found_answer = find_answer(response[-_MAX_SEARCHED:])
         shown_answer = found_answer
         if len(found_answer) > _MAX_SHOWN:
             shown_answer = f"{found_answer[:_MAX_SHOWN]}..."

@@ -24,7 +24,8 @@ def evaluate(config, *words):
 def test_alpaca_eval_receives_the_whole_answers_to_its_instructions(tmp_path):
     config = write_material(tmp_path)
     out = tmp_path / "out"
-    words = [f"--out={out}", "--alpaca-eval=sums", "evaluation.samples_per_prompt=1"]
+    greedy = ["evaluation.samples_per_prompt=1", "evaluation.temperature=0"]
+    words = [f"--out={out}", "--alpaca-eval=sums", *greedy]
     result = evaluate(config, *words)
     assert result.returncode == 0, result.stderr[-4000:]
     outputs = json.loads((out / "model_outputs_0.json").read_text())
@@ -33,6 +34,9 @@ def test_alpaca_eval_receives_the_whole_answers_to_its_instructions(tmp_path):
         json.loads(line)["prompt"] for line in lines
     ]
     assert {output["generator"] for output in outputs} == {str(tmp_path / "model")}
+    (report,) = json.loads((out / "evaluation.json").read_text()).values()
+    # One greedy response to each problem is its own majority.
+    assert report["sums"]["consensus"] == report["sums"]["average"]
     samples = read_step_lines(out / "samples.jsonl")
     for output, sample in zip(outputs, samples, strict=True):
         assert output.keys() == {"instruction", "output", "generator"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.evaluate import SetResult, main
 from megatron_dppo.logging import REFUSED
 from tests.unit.config_files import minimal, write_config
@@ -26,6 +27,30 @@ def test_pass_at_k_is_the_unbiased_estimator():
     assert result.pass_at(4, 0.5) == pytest.approx(1 / 2)
     assert result.pass_at(1, 0.0) == 1.0
     assert result.to_json(0.5)["pass"] == {"1": 0.125, "2": 0.25, "4": 0.5}
+
+
+def test_cons_at_k_is_the_reward_of_the_most_frequent_answer():
+    rewards = [
+        [1.0, 1.0, 0.0, 0.0],
+        [1.0, 0.0, 0.0, 0.0],
+        [1.0, 0.0, 0.0, 0.0],
+        [0.0, 0.0, 0.5, 0.0],
+    ]
+    answers = [["7", "7", "8", ""], ["7", "8", "8", ""], ["7", "8", "", ""], ["", "", "", ""]]
+    result = SetResult(rewards, 0, 1.0, answers)
+    # 7 wins the first problem and 8 the second. The third is a tie of rewards 1 and 0, and the last has no answer.
+    assert result.consensus == pytest.approx((1 + 0 + 1 / 2 + 1 / 8) / 4)
+    assert result.to_json(0.5)["consensus"] == result.consensus
+    assert SetResult(rewards, 0, 1.0).consensus is None
+
+
+def test_an_evaluation_may_be_greedy(tmp_path):
+    tree = minimal(tmp_path)
+    tree["evaluation"] = {"temperature": 0.0}
+    assert TrainConfig.model_validate(tree).evaluation.temperature == 0
+    tree["evaluation"] = {"temperature": -0.1}
+    with pytest.raises(ValueError, match="temperature"):
+        TrainConfig.model_validate(tree)
 
 
 def test_three_responses_have_figures_of_one_and_two_tries():
