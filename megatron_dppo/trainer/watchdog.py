@@ -239,17 +239,16 @@ class Watchdog:
 
     def overdue(self, now_ns: int) -> Pending | None:
         """Return the oldest collective that takes longer than its limit; None if all are within their limits."""
-        _, limit_s = self._limit
         for collective in self._read_pending(callers=False):
-            is_in_background = collective.group.endswith(f"({BACKGROUND})")
-            allowed_s = LONGEST_WAIT_S if is_in_background else limit_s
+            _, allowed_s = self._limit_of(collective)
             if now_ns - collective.since_ns > allowed_s * _NANOSECONDS:
                 return collective
         return None
 
-    @property
-    def _limit(self) -> tuple[str, float]:
-        """The reason and the seconds of the longest wait that is allowed now."""
+    def _limit_of(self, collective: Pending) -> tuple[str, float]:
+        """Return the reason and the seconds of the longest wait that ``collective`` may take now."""
+        if collective.group.endswith(f"({BACKGROUND})"):
+            return "", LONGEST_WAIT_S
         return max([("", self._limit_s), *_patience], key=itemgetter(1))
 
     def _watch(self) -> None:
@@ -261,7 +260,7 @@ class Watchdog:
 
     def _report(self, hung: Pending) -> str:
         """Return what this rank waits in, who called it, and what each other rank of the group waits in."""
-        reason, limit_s = self._limit
+        reason, limit_s = self._limit_of(hung)
         # Find callers only now: the main thread waits, so it cannot be inside an import.
         waits_with_callers = self._read_pending(callers=True)
         hung = next((wait for wait in waits_with_callers if wait.is_same(hung)), hung)

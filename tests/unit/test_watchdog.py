@@ -169,6 +169,15 @@ def test_the_report_names_the_collective_its_caller_and_who_is_missing():
     )
 
 
+def test_the_report_of_a_checkpoint_has_the_limit_of_checkpoints():
+    writing = replace(HUNG_COLLECTIVE, group=f"9 ({BACKGROUND})", since_ns=0)
+    reports = []
+    dog = Watchdog(0, 0.05, dist.HashStore, reports.append, lambda callers: [writing])
+    with patience("others generate", 10.0):
+        dog.start()
+        assert f"has waited for {LONGEST_WAIT_S:.0f} s in " in wait_for(reports)[0]
+
+
 def test_a_rendezvous_that_does_not_answer_is_said(monkeypatch):
     monkeypatch.setattr("megatron_dppo.trainer.watchdog._STORE_S", 0.05)
     reports = []
