@@ -31,8 +31,8 @@ class BlockFp8(NamedTuple):
     scales: Tensor
 
 
-def quantize(weight: Tensor) -> BlockFp8:
-    """Quantise ``weight`` ``[n, k]``: a block's largest magnitude becomes 448.
+def quantize(weight: Tensor, scale_factor: float = 1.0) -> BlockFp8:
+    """Quantise ``weight`` ``[n, k]``: a block's largest magnitude becomes 448, or 448 / ``scale_factor``.
 
     The scale is fp32(amax / 448), at least the smallest normal number, and 1 for a block of zeros. A value is
     e4m3(fp32(w / scale)), rounded to nearest even. A NaN makes the scale and all values of its block NaN. An infinity
@@ -41,7 +41,7 @@ def quantize(weight: Tensor) -> BlockFp8:
     n, k = weight.shape
     blocks = _blocks(weight.float())
     amax = blocks.abs().amax(dim=(1, 3))
-    scales = torch.where(amax == 0, 1.0, (amax / LARGEST).clamp_min(_SMALLEST_SCALE))
+    scales = torch.where(amax == 0, 1.0, (amax / LARGEST * scale_factor).clamp_min(_SMALLEST_SCALE))
     scaled = blocks / scales[:, None, :, None]
     values = scaled.clamp_(-LARGEST, LARGEST).to(DTYPE)
     padded_values = values.reshape(values.shape[0] * BLOCK, values.shape[2] * BLOCK)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError
@@ -22,6 +22,10 @@ this number of columns."""
 SCALE_BYTES = 4
 SCALE_SUFFIX = "_scale_inv"
 """Ending of the name of a weight's scales, in checkpoints and in engines."""
+Rounding = Literal["fp8", "fp8_twice", "fp8_scaled"]
+"""How the trainer's weights are rounded to block FP8 when it scores the canary: as in engines; once more, with other
+scales; or as in engines and multiplied by SCALED_BY."""
+SCALED_BY = 1.05
 SCHEME: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -29,7 +33,7 @@ SCHEME: dict[str, Any] = {
     "weight_block_size": [BLOCK, BLOCK],
 }
 """``quantization_config`` of a config.json."""
-FP8_FAMILIES = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+FP8_FAMILIES = ("llama", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Families in which SGLang holds exactly the tensors of ``is_quantized`` in FP8."""
 _MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 """Endings of the names of quantised tensors; w1, w2 and w3 are Mixtral's experts."""

@@ -14,6 +14,7 @@ from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.model import gather_plan
+from megatron_dppo.model.quantization import Rounding
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.fp8_weights import rounded_to_fp8
@@ -122,33 +123,36 @@ class TrainerWeights:
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        quantized: bool = False,
+        rounding: Rounding | None = None,
     ) -> list[list[float]]:
         """Compute log p(token | tokens before it) of all tokens but the first, by prompt, at temperature 1. Collective.
 
-        Every replica computes the same values. Routers choose the experts: no recorded routing is used. ``quantized``:
-        score with weights that are rounded to block FP8. In a trainer with adapters nothing is rounded: engines round
-        the merged weights, and the trainer's forward pass has no merged weights.
+        Every replica computes the same values. Routers choose the experts: no recorded routing is used. ``rounding``:
+        score with weights that are rounded to block FP8. In a trainer with adapters ``fp8`` rounds nothing: engines
+        round the merged weights, and the trainer's forward pass has no merged weights.
         """
         # Log-probabilities are computed of responses: all tokens but the first are the response.
         samples = [Trajectory.of_response(p[:1], p[1:]) for p in prompts]
         # Only the first batch has tokens.
         batches = self._trainer.packed(samples)
-        with self._rounded_weights(quantized):
+        with self._rounded_weights(rounding):
             flat = self._trainer.log_probs(batches, temperature=1.0)[0].cpu()
         # The values of all prompts are in one row, prompt by prompt. A prompt has one value fewer than tokens.
         values = iter(flat[batches[0].loss_mask].tolist())
         return [list(islice(values, len(prompt) - 1)) for prompt in prompts]
 
-    def _rounded_weights(self, quantized: bool) -> AbstractContextManager[None]:
-        """Return a context in which the weights are rounded to block FP8.
+    @property
+    def rounds_as_engines(self) -> bool:
+        """Whether ``fp8`` rounds the weights that FP8 engines hold; not with adapters."""
+        return self._trainer.adapted is None
 
-        Nothing is rounded if ``quantized`` is False or the trainer has adapters.
-        """
+    def _rounded_weights(self, rounding: Rounding | None) -> AbstractContextManager[None]:
+        """Return a context in which the weights are rounded by ``rounding``; without adapters."""
         trainer = self._trainer
-        if not quantized or trainer.adapted is not None:
+        if rounding is None or (rounding == "fp8" and not self.rounds_as_engines):
             return nullcontext()
-        return rounded_to_fp8(trainer.weights(), trainer.shape, trainer.layout, self.rank)
+        weights = trainer.base_weights()
+        return rounded_to_fp8(weights, trainer.shape, trainer.layout, self.rank, rounding)
 
 
 class AdapterWeights(TrainerWeights):

@@ -13,12 +13,15 @@ from typing import NamedTuple
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.weights import DecodedScores
+from megatron_dppo.model.quantization import SCALED_BY
 from megatron_dppo.weight_sync.engines import EngineFaultError, Engines
 
 log = logging.getLogger(__name__)
 
 PROMPTS = 4
 """Number of prompts."""
+FP8_PROMPTS = 32
+"""Number of prompts with FP8 weights. Their differences are larger, so that their mean needs more tokens."""
 
 
 PROMPT_TOKENS = 24
@@ -57,8 +60,39 @@ model, right weights differed by at most 6.3 nats at one token, and by 0.21 in t
 whole layer moves the mean by 0.69 or more.
 
 With fp8 a bfloat16 trainer scores with rounded weights, and the engines round activations too. So the mean is larger
-than in bfloat16: in a model with random weights it was 0.07, eight times the mean of the same model in bfloat16.
+than in bfloat16: in a model with random weights it was 0.07, eight times the mean of the same model in bfloat16. The
+bound of a model follows from its own noise (``Fp8Noise``), and is at most the number in this table.
 """
+
+_NOISE_FACTOR = {True: 1.25, False: 1.75}
+"""The largest ratio of the mean difference to the mean effect of one more rounding, by ``Fp8Noise.is_exact``.
+
+Activations are rounded with the relative step of weights. In eight random models the ratio was 0.61 to 0.94 with right
+scales, 1.20 with unrounded weights, and 3.4 or more with one wrong expert or one wrong projection."""
+_STANDARD_ERRORS = 3.0
+_SCALE_STANDARD_ERRORS = 5.0
+_SMALLEST_SCALE_ERROR = 0.02
+
+
+class Fp8Noise(NamedTuple):
+    """The trainer's log-probabilities ``[prompt][token]`` with weights that are rounded in other ways.
+
+    Attributes:
+        twice: with ``fp8_twice``. The difference from the scores with ``fp8`` is the effect of one more rounding.
+        scaled: with ``fp8_scaled``. The difference is the effect of scales that are too large by 5%.
+        is_exact: whether ``fp8`` rounds the weights that the engines hold.
+    """
+
+    twice: Sequence[Sequence[float]]
+    scaled: Sequence[Sequence[float]]
+    is_exact: bool = True
+
+
+class TrainerScores(NamedTuple):
+    """The trainer's log-probabilities ``[prompt][token]``; ``noise`` with FP8 weights."""
+
+    values: Sequence[Sequence[float]]
+    noise: Fp8Noise | None = None
 
 
 _MEASURED_LAYERS = 8
@@ -117,15 +151,15 @@ class CanaryError(EngineError):
     attempts = 2
 
 
-def canary_prompts(vocab_size: int) -> list[list[int]]:
-    """Return PROMPTS fixed sequences of PROMPT_TOKENS ids, uniform over the vocabulary and the same in every run.
+def canary_prompts(vocab_size: int, count: int = PROMPTS) -> list[list[int]]:
+    """Return ``count`` fixed sequences of PROMPT_TOKENS ids, uniform over the vocabulary and the same in every run.
 
     The last id is left out: SGLang 0.5.23 treats it as padding and scores id 0 in its place.
     """
     # A separate generator keeps the prompts fixed and leaves the run's own generators unchanged.
     generator = random.Random(20_240_711)
     prompts = []
-    for _ in range(PROMPTS):
+    for _ in range(count):
         prompts.append([generator.randrange(vocab_size - 1) for _ in range(PROMPT_TOKENS)])
     return prompts
 
@@ -195,6 +229,69 @@ def compare_canary(
     return CanaryReport(worst.nats, mean, len(differences), is_near_tie)
 
 
+def compare_with_noise(
+    trainer: Sequence[Sequence[float]],
+    engine: Sequence[Sequence[float]],
+    noise: Fp8Noise,
+) -> None:
+    """Compare an FP8 engine's log-probabilities with the trainer's, by the effect that one rounding has on this model.
+
+    n is the effect of one more rounding at each token, d the engine's difference. The mean of min(|d|, max |n|) may be
+    at most 1.25 mean |n| (1.75 without ``is_exact``) and three standard errors. The minimum keeps a few near ties of
+    routers from deciding.
+
+    g is the effect of scales that are 5% too large. The part of d along g, sum(d g) / sum(g^2), is the relative error
+    of the scales in units of 5%. It may be at most five standard errors, or 2%.
+
+    Raises CanaryError.
+    """
+    scores = _flat(trainer)
+    difference = _subtract(_flat(engine), scores)
+    rounding = _subtract(_flat(noise.twice), scores)
+    scaling = _subtract(_flat(noise.scaled), scores)
+    count = len(scores)
+    sizes = [abs(n) for n in rounding]
+    mean_size = sum(sizes) / count
+    spread = math.sqrt(sum((size - mean_size) ** 2 for size in sizes) / count)
+    largest_size = max(sizes)
+    mean = sum(min(abs(d), largest_size) for d in difference) / count
+    # Both means have an error.
+    error = math.sqrt(2 / count) * spread
+    bound = _NOISE_FACTOR[noise.is_exact] * mean_size + _STANDARD_ERRORS * error
+    if not mean <= bound:
+        raise CanaryError(
+            f"canary: the mean difference of log-probabilities is {mean:.3g} nats, expected at most {bound:.3g}: one "
+            f"rounding of the weights to FP8 changes this model's log-probabilities by {mean_size:.3g}; the engine may "
+            "read other scales than were sent"
+        )
+    squares = sum(g * g for g in scaling)
+    if squares == 0:
+        return
+    unit = SCALED_BY - 1
+    scale_error = unit * sum(map(_product, difference, scaling)) / squares
+    scale_noise = unit * math.sqrt(
+        sum((n * g) ** 2 for n, g in zip(rounding, scaling, strict=True))
+    )
+    scale_bound = max(_SMALLEST_SCALE_ERROR, _SCALE_STANDARD_ERRORS * scale_noise / squares)
+    if not abs(scale_error) <= scale_bound:
+        raise CanaryError(
+            f"canary: log-probabilities differ as if the engine's scales were {1 + scale_error:.3f} times those that "
+            f"were sent, expected 1 within {scale_bound:.3f}"
+        )
+
+
+def _flat(scores: Sequence[Sequence[float]]) -> list[float]:
+    return [value for prompt in scores for value in prompt]
+
+
+def _subtract(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(left, right, strict=True)]
+
+
+def _product(left: float, right: float) -> float:
+    return left * right
+
+
 class _Difference(NamedTuple):
     """The difference of the log-probabilities of one token, in nats."""
 
@@ -241,6 +338,7 @@ def compare_scores(
     adapter: str | None = None,
     *,
     is_routed: bool = False,
+    noise: Fp8Noise | None = None,
 ) -> CanaryReport:
     """Resume the engines, score ``prompts`` on each (with ``adapter``, if given), and compare with the scores of the
     ``trainer``.
@@ -248,6 +346,8 @@ def compare_scores(
     An engine scores prompts with its prefill, but samples responses with its decode. The decode has other kernels, and
     on GPUs it has captured graphs that can keep old weights. So each engine also continues the prompts, and the new
     tokens' log-probabilities from its decode are compared with their log-probabilities from its prefill.
+
+    ``noise``: with FP8 weights, the scores for ``compare_with_noise``.
 
     Returns the report of the engine with the largest difference. Raises EngineFaultError, with a CanaryError for each
     engine beyond ``tolerance``.
@@ -268,6 +368,8 @@ def compare_scores(
     for url, engine_scores in scores.items():
         try:
             report = compare_canary(trainer, engine_scores, tolerance, is_routed=is_routed)
+            if noise is not None:
+                compare_with_noise(trainer, engine_scores, noise)
             difference = _compare_decode(decoded[url], tolerance, is_routed=is_routed)
         except CanaryError as error:
             faults[url] = error

@@ -21,6 +21,7 @@ from megatron_dppo.engine.protocol import UNVERIFIED_VERSION
 from megatron_dppo.engine.server_state import MemoryTag
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics import table as metric_names
+from megatron_dppo.model.quantization import Rounding
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import AlteredMemoryError, RunError
 from megatron_dppo.system.failpoints import failpoint
@@ -102,12 +103,16 @@ class WeightSource(Protocol):
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        quantized: bool = False,
+        rounding: Rounding | None = None,
     ) -> list[list[float]]:
         """Return log p(token | tokens before it) at temperature 1, by prompt, for every token but the first.
 
-        ``quantized``: score with weights that are rounded as the engines' block-FP8 weights are.
+        ``rounding``: score with weights that are rounded as the engines' block-FP8 weights are, or otherwise.
         """
+
+    @property
+    def rounds_as_engines(self) -> bool:
+        """Whether ``score`` can round the weights that block-FP8 engines hold."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -739,13 +744,25 @@ class WeightUpdater:
                 f"{AlteredMemoryError.CONSEQUENCE}"
             )
 
-    def _trainer_scores(self, phases: Phases) -> list[list[float]]:
+    def _prompts(self) -> list[list[int]]:
+        count = canary.PROMPTS if self.quantization is None else canary.FP8_PROMPTS
+        return canary.canary_prompts(self.source.vocab_size, count)
+
+    def _trainer_scores(self, phases: Phases) -> canary.TrainerScores:
         """Compute the trainer's log-probabilities of the canary's prompts, by prompt and token. Collective."""
-        prompts = canary.canary_prompts(self.source.vocab_size)
+        prompts = self._prompts()
+        source = self.source
         with phases.timed("canary"):
-            if self.quantization is not None:
-                return self.source.score(prompts, quantized=True)
-            return self.source.score(prompts)
+            if self.quantization is None:
+                return canary.TrainerScores(source.score(prompts))
+            return canary.TrainerScores(
+                source.score(prompts, rounding="fp8"),
+                canary.Fp8Noise(
+                    source.score(prompts, rounding="fp8_twice"),
+                    source.score(prompts, rounding="fp8_scaled"),
+                    is_exact=source.rounds_as_engines,
+                ),
+            )
 
     def _hand_over_devices(self, phases: Phases, title: str) -> None:
         """On shared devices: free the trainer's memory, then restore the engines' memory. Elsewhere do nothing."""
@@ -758,23 +775,26 @@ class WeightUpdater:
     def _canary(
         self,
         phases: Phases,
-        trainer_scores: list[list[float]],
+        trainer_scores: canary.TrainerScores,
     ) -> canary.CanaryReport | None:
         """Compare the engines' log-probabilities with ``trainer_scores``."""
         source = self.source
-        prompts = canary.canary_prompts(source.vocab_size)
+        prompts = self._prompts()
         precision = self.quantization or source.dtype_name
         tolerance = canary.canary_tolerance(self.config, precision, source.num_layers)
+        # A configured bound replaces the bound by the model's noise.
+        noise = trainer_scores.noise if self.config.canary_mean is None else None
         return self._on_rank_0(
             phases,
             "canary",
             canary.compare_scores,
             prompts,
-            trainer_scores,
+            trainer_scores.values,
             tolerance,
             source.vocab_size,
             self._adapter,
             is_routed=source.is_routed,
+            noise=noise,
         )
 
     def _commit(self, engines: Engines, version: int) -> None:

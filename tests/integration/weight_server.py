@@ -182,10 +182,10 @@ class Source:
         return [value]
 
     def score(
-        self, prompts: Sequence[Sequence[int]], *, quantized: bool = False
+        self, prompts: Sequence[Sequence[int]], *, rounding: str | None = None
     ) -> list[list[float]]:
         assert self.model is not None
-        assert not quantized
+        assert rounding is None
         return [reference_log_probs(self.model, list(prompt)) for prompt in prompts]
 
 

@@ -1,20 +1,34 @@
-"""The trainer's weights rounded to block FP8: each rank's part is rounded as in the whole matrix, and then restored."""
+"""The trainer's weights rounded to block FP8: each rank's part is rounded as in the whole matrix, and then restored.
+Engines that read other scales than were sent are found by their log-probabilities."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import MethodType
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_dppo.block_fp8 import dequantize, quantize
+from megatron_dppo.block_fp8 import dequantize, quantize, round_activations
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from megatron_dppo.model.quantization import is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer.fp8_weights import rounded_to_fp8
+from megatron_dppo.weight_sync.canary import (
+    FP8_PROMPTS,
+    CanaryError,
+    Fp8Noise,
+    canary_prompts,
+    compare_with_noise,
+)
+from tests.tiny_models import save_tiny_model
 from tests.unit.test_fp8_engine import model_shape, weights
 
 Local = dict[ParameterKey, Tensor]
@@ -95,3 +109,141 @@ def test_other_dtypes_than_bfloat16_are_rounded_too() -> None:
     with rounded_to_fp8(values, shape, layout, 0):
         name = "decoder.layers.0.self_attention.linear_proj.weight"
         torch.testing.assert_close(values[0, name], torch.full_like(values[0, name], 0.3))
+
+
+Matrix = tuple[str, Tensor]
+Misreading = Callable[[str, Tensor], Tensor]
+"""Function of a matrix' name and its scales. It returns the scales that a faulty engine reads."""
+SIZES = {"hidden": 256, "head_dim": 64, "moe_intermediate_size": 128, "layers": 4, "num_experts": 4}
+
+
+def read_transposed(name: str, scales: Tensor) -> Tensor:
+    return scales.T.reshape(scales.shape)
+
+
+def read_one(name: str, scales: Tensor) -> Tensor:
+    return scales.flatten()[0].expand_as(scales)
+
+
+def read_one_expert_wrong(name: str, scales: Tensor) -> Tensor:
+    return 8 * scales if ".1.mlp.experts.2." in name else scales
+
+
+def read_one_projection_wrong(name: str, scales: Tensor) -> Tensor:
+    return 2 * scales if name.endswith(".1.self_attn.o_proj") else scales
+
+
+def _as_a_kernel_reads(x: Tensor) -> Tensor:
+    return round_activations(x).to(x.dtype)
+
+
+def _experts_forward(module: Any, hidden: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
+    """Compute the experts of a transformers layer with rounded activations."""
+    output = torch.zeros_like(hidden)
+    for expert in range(module.gate_up_proj.shape[0]):
+        tokens, places = torch.where(chosen == expert)
+        x = _as_a_kernel_reads(hidden[tokens])
+        gate, up = (x @ module.gate_up_proj[expert].T).chunk(2, -1)
+        inner = _as_a_kernel_reads(torch.nn.functional.silu(gate) * up)
+        weighted = (inner @ module.down_proj[expert].T) * factors[tokens, places, None]
+        output.index_add_(0, tokens, weighted.to(output.dtype))
+    return output
+
+
+class Fp8Engine:
+    """A transformers model that computes as an FP8 engine: weights and activations are rounded."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self._weights = {name: matrix.clone() for name, matrix in self._matrices()}
+        for name, module in self._model.named_modules():
+            if name.endswith("_proj"):
+                module.register_forward_pre_hook(lambda _, x: (_as_a_kernel_reads(x[0]),))
+            elif name.endswith(".experts"):
+                module.forward = MethodType(_experts_forward, module)
+
+    def _matrices(self) -> Iterator[Matrix]:
+        for name, parameter in self._model.named_parameters():
+            if parameter.dim() == 3:
+                for expert, matrix in enumerate(parameter.data):
+                    yield f"{name.replace('.experts', f'.experts.{expert}')}", matrix
+            elif name.endswith("_proj.weight"):
+                yield name.removesuffix(".weight"), parameter.data
+
+    @torch.no_grad()
+    def score(self, prompts: list[list[int]], misreading: Misreading) -> list[list[float]]:
+        for name, matrix in self._matrices():
+            quantized = quantize(self._weights[name])
+            scales = misreading(name, quantized.scales)
+            matrix.copy_(dequantize(quantized.values, scales))
+        tokens = torch.tensor(prompts)
+        rows = self._model(tokens).logits.float().log_softmax(-1)
+        return rows[:, :-1].gather(2, tokens[:, 1:, None])[..., 0].tolist()
+
+
+def _vary_blocks(folder: Path) -> None:
+    """Multiply each block of the matrices by a factor of its own, so that scales differ as in trained models."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
+    for name, matrix in tensors.items():
+        if is_quantized(name):
+            factors = 0.6 * torch.randn(quantize(matrix).scales.shape, generator=generator)
+            tensors[name] = dequantize(matrix, factors.exp(), torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return an FP8 engine of a random model, the prompts, and the trainer's scores with their noise."""
+    from megatron_dppo.trainer.weight_source import TrainerWeights
+    from tests.distributed.test_trainer_steps import make_trainer
+
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder, dtype=torch.bfloat16, **SIZES)
+    _vary_blocks(folder)
+    trainer = make_trainer(str(folder), {}, {"dtype": "bfloat16"})
+    source = TrainerWeights(trainer)
+    prompts = canary_prompts(500, FP8_PROMPTS)
+    twice, scaled = (source.score(prompts, rounding=r) for r in ("fp8_twice", "fp8_scaled"))
+    scores = source.score(prompts, rounding="fp8")
+    trainer.close()
+    return Fp8Engine(folder), prompts, scores, Fp8Noise(twice, scaled)
+
+
+def test_right_scales_pass(scored: Any) -> None:
+    engine, prompts, scores, noise = scored
+    compare_with_noise(scores, engine.score(prompts, lambda name, scales: scales), noise)
+
+
+@pytest.mark.parametrize(
+    "misreading",
+    [
+        read_transposed,
+        read_one,
+        read_one_expert_wrong,
+        read_one_projection_wrong,
+    ],
+)
+def test_wrong_scales_are_found(scored: Any, misreading: Misreading) -> None:
+    engine, prompts, scores, noise = scored
+    with pytest.raises(CanaryError, match="scales"):
+        compare_with_noise(scores, engine.score(prompts, misreading), noise)
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.0, 1.0])
+def test_an_error_of_five_percent_in_all_scales_is_found(factor: float) -> None:
+    """The effect of the error is 60% of that of a rounding, so that the mean difference hardly grows."""
+    generator = torch.Generator().manual_seed(0)
+    dims = (4, FP8_PROMPTS, 23)
+    scores, rounding, activations, effect = torch.randn(
+        dims, generator=generator, dtype=torch.float64
+    )
+    noise = Fp8Noise((scores + 0.09 * rounding).tolist(), (scores + 0.05 * effect).tolist())
+    engine = (scores + 0.06 * activations + factor * 0.05 * effect).tolist()
+    if factor == 0:
+        compare_with_noise(scores.tolist(), engine, noise)
+        return
+    with pytest.raises(CanaryError, match="times those that were sent"):
+        compare_with_noise(scores.tolist(), engine, noise)
