@@ -131,7 +131,8 @@ def server_size_faults(sglang: Mapping[str, Any]) -> Iterator[str]:
     for key in _SERVER_SIZES:
         size = sglang.get(key)
         is_share = key == "mem_fraction_static"
-        is_number = isinstance(size, int | float if is_share else int) and math.isfinite(size)
+        types: tuple[type, ...] = (int, float) if is_share else (int,)
+        is_number = isinstance(size, types) and math.isfinite(size)
         if size is not None and (isinstance(size, bool) or not is_number):
             kind = "a number" if is_share else "a whole number"
             yield f"sglang.{key}: got {given(size)}, expected {kind}"

@@ -22,8 +22,8 @@ def whole_number(least: int, most: int = MOST_COUNT) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
+            value = least - 1
+        if not least <= value <= most:
             raise argparse.ArgumentTypeError(
                 f"got {_shown(text)}, expected a whole number from {least} to {most}"
             )
