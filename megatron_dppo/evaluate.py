@@ -274,7 +274,7 @@ class _Checkpoint:
         rewards_by_problem = [
             rewards[start : start + size] for start in range(0, len(rewards), size)
         ]
-        answers = self._answers(responses)
+        answers = self._answers(problems, responses)
         return SetResult(
             rewards_by_problem,
             sum(t.truncated for t in responses),
@@ -282,15 +282,18 @@ class _Checkpoint:
             [answers[start : start + size] for start in range(0, len(answers), size)],
         )
 
-    def _answers(self, responses: Sequence[Trajectory]) -> list[str]:
-        """The final answers of the responses as the first reward reads them; empty if it reads none."""
+    def _answers(self, problems: Sequence[Problem], responses: Sequence[Trajectory]) -> list[str]:
+        """The final answers of the responses as their first rewards read them; empty if a reward reads none."""
         from megatron_dppo.rewards import find_reward
         from megatron_dppo.rewards.notation import plain_notation
 
-        reward = find_reward(self.config.reward.name)
+        rewards = self.config.reward
         answers: list[str] = []
-        for response in responses:
-            answer = reward.found_answer(response.text)
+        for number, response in enumerate(responses):
+            problem = problems[number // self.config.evaluation.samples_per_prompt]
+            name, *_ = rewards.names_for(problem.metadata)
+            reward = find_reward(rewards.terms[name].name)
+            answer = reward.found_answer(self.data.reader.text_of(response).answer)
             if answer is None:
                 return []
             answers.append("".join(plain_notation(answer).casefold().split()))

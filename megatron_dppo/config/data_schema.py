@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -35,6 +36,10 @@ class ProblemFile(Section):
     metadata_key: str | None = None
     """Column of an object with other values that a reward may use; ``*``: all columns of the row. Empty:
     ``metadata``, ``extra_info`` or ``info``, if the row has such a column.
+    """
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    """Values that are added to the metadata of every problem of the file, such as ``{reward: code}`` for
+    ``reward.column``. They replace values of the same names in the rows.
     """
 
 
@@ -174,6 +179,10 @@ class RewardConfig(RewardTerm):
     """Name in ``megatron_dppo.rewards``, or ``package.module:function`` (or class) of your own."""
     further: dict[str, RewardTerm] = Field(default_factory=dict)
     """Further rewards, by a name for metrics and samples; null removes a reward of the configuration's ``base``."""
+    column: str | None = None
+    """Entry of a problem's metadata with the name of its reward, or a list of names: the key of a further reward, or
+    ``name`` without the part before its colon. Empty: all rewards score all problems.
+    """
     max_replacements: int = Field(default=3, ge=0, le=100)
     """Rounds that replace responses without a reward by other responses to the same problems. The run ends if some
     responses have no reward after the last round.
@@ -188,6 +197,23 @@ class RewardConfig(RewardTerm):
     def terms(self) -> dict[str, RewardTerm]:
         """All rewards by name."""
         return {self.first: self, **self.further}
+
+    def names_for(self, metadata: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of the rewards that score a problem with this metadata.
+
+        Raises ValueError if the metadata names no reward, or an unknown one.
+        """
+        if self.column is None:
+            return tuple(self.terms)
+        value = metadata.get(self.column)
+        names = value if isinstance(value, list) else [value]
+        if not names or any(not isinstance(name, str) or name not in self.terms for name in names):
+            raise ValueError(
+                f"its metadata has {value!r} as {self.column!r} (reward.column), expected rewards of this run: "
+                f"{', '.join(self.terms)}"
+            )
+        # Keep the order of the configuration, and name a reward once.
+        return tuple(name for name in self.terms if name in names)
 
 
 Credit = Literal["turn", "trajectory"]

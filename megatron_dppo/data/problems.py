@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.config.checks import PLACEHOLDER
+from megatron_dppo.config.data_schema import ProblemFile
 from megatron_dppo.data.chat import (
     ChatTemplateError,
     calls_of,
@@ -102,6 +103,13 @@ class DataKeys:
     prompt: str | None = None
     answer: str | None = None
     metadata: str | None = None
+    added_metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Values that are added to the metadata of every problem."""
+
+    @classmethod
+    def of(cls, file: ProblemFile) -> Self:
+        """The keys of a configured file."""
+        return cls(file.prompt_key, file.answer_key, file.metadata_key, file.metadata)
 
 
 class ProblemRecords(NamedTuple):
@@ -195,7 +203,8 @@ def read_problems(path: str | Path, keys_of: DataKeys = DataKeys()) -> ProblemRe
         except UnansweredError as error:
             answers.append("")
             unanswered[position] = str(error)
-        metadata.append(metadata_of(record, location, keys_of.metadata))
+        row_metadata = metadata_of(record, location, keys_of.metadata)
+        metadata.append({**row_metadata, **keys_of.added_metadata})
         tools.append(tools_of(record, location))
         refuse_media(record, prompt, location)
         unread.update(unread_columns(record, prompt))

@@ -668,7 +668,7 @@ def _prompt(value: object, key: str, location: str) -> Prompt:
     """Convert the value under ``key`` to a prompt. Raises DataError if the value is not a prompt."""
     entries = _conversation(value)
     if entries is None:
-        if isinstance(value, str) and _MESSAGES_BEGIN.match(value):
+        if isinstance(value, str) and _is_broken_conversation(value):
             raise DataError(
                 f"{location}: {key!r} is {shorten(value)}, which begins like chat messages, expected a list of "
                 "messages in JSON, each with a role and a content"
@@ -699,7 +699,9 @@ def _prompt(value: object, key: str, location: str) -> Prompt:
 
 
 _PROMPT_FORM = "text or a list of chat messages with a role and a content, at least one of them not the assistant's"
-_MESSAGES_BEGIN = re.compile(r"\s*(?:array\()?\[?\s*\{\s*['\"](?:role|from)['\"]\s*:")
+_MESSAGES_BEGIN = re.compile(
+    r"\s*(?:array\()?\[\s*\{\s*['\"](?:role|from|content|value)['\"]\s*:\s*['\"]"
+)
 """The beginning of text that is a list of messages in some notation."""
 _OPTIONAL_ROLES = ("system", "developer")
 """A message of these roles without content is left out: many exports have an empty system message."""
@@ -719,6 +721,16 @@ def _conversation(value: object) -> list[Any] | None:
     if isinstance(messages, list) and messages and all(map(_role_of, messages)):
         return messages
     return None
+
+
+def _is_broken_conversation(text: str) -> bool:
+    """Whether text that is no list of messages begins like one: it is cut off, or one of its messages is none."""
+    if not _MESSAGES_BEGIN.match(text):
+        return False
+    parsed = _parsed(text)
+    if isinstance(parsed, str):
+        parsed = _python_value(text)
+    return not isinstance(parsed, list) or any(map(_role_of, parsed))
 
 
 def _python_value(text: str) -> Any:

@@ -273,6 +273,7 @@ ENVIRONMENTS: dict[str, str] = {
     "over-http": "megatron_dppo.environments.over_http:OverHttp",
     "agent": "megatron_dppo.environments.agents:Agent",
     "python": "megatron_dppo.environments.python_sandbox:Python",
+    "by-problem": "megatron_dppo.environments.by_problem:ByProblem",
 }
 """Path ``package.module:Class`` of each environment by its name."""
 
@@ -289,14 +290,54 @@ def find_environment(name: str) -> Callable[..., Environment]:
     return environment
 
 
-def makes_prompts(name: str | None) -> bool:
-    """Whether episodes begin with a prompt of the environment in place of the problem's prompt."""
-    return name is not None and getattr(find_environment(name), "makes_prompts", False)
+def makes_prompts(name: str | None, options: Mapping[str, Any]) -> bool:
+    """Whether episodes may begin with a prompt of the environment in place of the problem's prompt.
+
+    ``makes_prompts`` of a class is a boolean, or a function of the options.
+    """
+    if name is None:
+        return False
+    flag = getattr(find_environment(name), "makes_prompts", False)
+    return bool(flag(**options)) if callable(flag) else bool(flag)
 
 
-def reads_tool_calls(name: str | None) -> bool:
-    """Whether the environment receives a PolicyFormat, to read the tool calls in the policy's turns."""
-    return name is not None and hasattr(find_environment(name), "note_policy_format")
+def problem_fault(
+    name: str | None, options: Mapping[str, Any], metadata: Mapping[str, Any]
+) -> str | None:
+    """Return the reason why the environment has no episode for a problem with this metadata; None without one.
+
+    A class may have a function ``problem_fault`` of the metadata and the options.
+    """
+    if name is None:
+        return None
+    find_fault = getattr(find_environment(name), "problem_fault", None)
+    return None if find_fault is None else find_fault(metadata, **options)
+
+
+def reads_tool_calls(name: str | None, options: Mapping[str, Any]) -> bool:
+    """Whether the environment reads the policy's calls of tools: its class has a method ``note_policy_format``.
+
+    A class may have a function ``reads_tool_calls`` of the options, which decides instead.
+    """
+    if name is None:
+        return False
+    environment = find_environment(name)
+    decide = getattr(environment, "reads_tool_calls", None)
+    if decide is not None:
+        return bool(decide(**options))
+    return hasattr(environment, "note_policy_format")
+
+
+def note_settings(
+    environment: Environment, sampling: Mapping[str, float], policy_format: PolicyFormat
+) -> None:
+    """Call the methods ``note_sampling`` and ``note_policy_format`` of an environment that has them, before a reset."""
+    settings = {"note_sampling": sampling, "note_policy_format": policy_format}
+    for name, value in settings.items():
+        # Look in the class: the object's __getattr__ may return something for every name.
+        method = getattr(type(environment), name, None)
+        if method is not None:
+            method(environment, value)
 
 
 def check_environment(name: str | None, options: Mapping[str, Any]) -> None:

@@ -35,6 +35,8 @@ from megatron_dppo.environments import (
     Step,
     Turn,
     find_environment,
+    makes_prompts,
+    note_settings,
     observation_of,
 )
 from megatron_dppo.system.secret_variables import named_in_options, withheld_hint
@@ -386,13 +388,8 @@ class EnvironmentHost:
     async def _reset(self, episode: int, problem: dict[str, Any]) -> str | dict[str, Any]:
         environment = self._environment_class(**self._spec.options)
         self._environments[episode] = environment
-        # Look in the class: the object's __getattr__ may return something for every name.
-        note_sampling = getattr(type(environment), "note_sampling", None)
-        if note_sampling is not None:
-            note_sampling(environment, self._spec.sampling)
-        note_policy_format = getattr(type(environment), "note_policy_format", None)
-        if note_policy_format is not None:
-            note_policy_format(environment, PolicyFormat(**self._spec.policy_format))
+        policy_format = PolicyFormat(**self._spec.policy_format)
+        note_settings(environment, self._spec.sampling, policy_format)
         ids = tuple(problem.pop("prompt_ids"))
         messages = tuple(problem.pop("messages"))
         tools = tuple(problem.pop("tools"))
@@ -400,7 +397,7 @@ class EnvironmentHost:
         first_observation = await environment.reset(sent_problem)
         if isinstance(first_observation, str):
             return first_observation
-        if not getattr(self._environment_class, "makes_prompts", False):
+        if not makes_prompts(self._spec.name, self._spec.options):
             raise TypeError("a prompt, expected text: makes_prompts of the class is not True")
         return _fields_of(first_observation, ChatCall)
 

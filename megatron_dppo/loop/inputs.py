@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,12 @@ from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.data.turn_ends import ResponseEnds
 from megatron_dppo.engine.tool_calls import tool_format_of
 from megatron_dppo.engine.turn_text import ResponseReader
-from megatron_dppo.environments import PolicyFormat, makes_prompts, reads_tool_calls
+from megatron_dppo.environments import (
+    PolicyFormat,
+    makes_prompts,
+    problem_fault,
+    reads_tool_calls,
+)
 from megatron_dppo.environments.turn_template import TurnTemplate
 from megatron_dppo.loop.unread_options import option_warnings
 from megatron_dppo.rewards.answer_check import bad_answers, refuse_bad_answers, without
@@ -163,7 +169,7 @@ class RunData:
             problems,
             credit=environment.credit,
             generation_tokens=generation_tokens,
-            makes_prompts=makes_prompts(environment.name),
+            makes_prompts=makes_prompts(environment.name, environment.options),
             advantage=self._config.algorithm.advantage,
         )
 
@@ -214,17 +220,24 @@ class RunData:
         return known_faults
 
     def reward_faults(self) -> list[str]:
-        """Return the faults of the rewards on problems of the first training file (``rewards/trial.py``).
+        """Return the faults of the rewards on problems of the training files (``rewards/trial.py``).
 
-        Empty for a run that replays rollouts, because it scores nothing.
+        With ``reward.column``, each reward is tried on problems that it scores. Empty for a run that replays rollouts,
+        because it scores nothing.
         """
         if self._config.rollout.replay_from is not None:
             return []
-        file = self._config.data.train_files[0]
         max_tokens = self._config.rollout.max_response_tokens
-        problem_set = self._sets[_name(file)]
-        thought = self.reader.open_thought(problem_set.problems[0].prompt_ids)
-        return list(reward_faults(file.path, problem_set, self._config.reward, max_tokens, thought))
+        files = self._config.data.train_files
+        faults: dict[str, None] = {}
+        # Without a column, all rewards score the problems of the first file.
+        for file in files if self._config.reward.column is not None else files[:1]:
+            problem_set = self._sets[_name(file)]
+            thought = self.reader.open_thought(problem_set.problems[0].prompt_ids)
+            faults |= dict.fromkeys(
+                reward_faults(file.path, problem_set, self._config.reward, max_tokens, thought)
+            )
+        return list(faults)
 
     def refuse_or_drop(self, bad: BadAnswers) -> None:
         """Raise DataError for bad answers, or leave their problems out (``data.on_bad_answer``).
@@ -265,7 +278,7 @@ class RunData:
         environment = self._config.environment
         data = self._config.data
         tool_format = None
-        if data.apply_chat_template and reads_tool_calls(environment.name):
+        if data.apply_chat_template and reads_tool_calls(environment.name, environment.options):
             try:
                 tool_format = tool_format_of(
                     self._tokenizer,
@@ -292,9 +305,10 @@ class RunData:
             self._tokenizer,
             max_prompt_tokens=self._config.data.max_prompt_tokens,
             form=self.form,
-            keys_of=DataKeys(file.prompt_key, file.answer_key, file.metadata_key),
+            keys_of=DataKeys.of(file),
             embedding_rows=embedding_rows(self._config.model.hf_checkpoint),
         )
+        self._refuse_other_metadata(file, problem_set)
         if warning := data_files(file.path).warning:
             log.warning("%s", warning)
         if problem_set.dropped:
@@ -309,6 +323,18 @@ class RunData:
             )
         return problem_set
 
+    def _refuse_other_metadata(self, file: ProblemFile, problem_set: ProblemSet) -> None:
+        """Raise DataError for a problem whose metadata names no reward, or no environment, of this run."""
+        environment = self._config.environment
+        for problem in problem_set.problems:
+            fault = problem_fault(environment.name, environment.options, problem.metadata)
+            try:
+                self._config.reward.names_for(problem.metadata)
+            except ValueError as error:
+                fault = fault or str(error)
+            if fault is not None:
+                raise DataError(f"{problem_set.location(file.path, problem.problem_id)}: {fault}")
+
     def text_of(self, token_ids: Sequence[int] | np.ndarray, *, special: bool = True) -> str:
         """Return the text of tokens. ``special``: whether to include special tokens, e.g. the end of a turn."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not special))
@@ -320,6 +346,8 @@ def _name(file: ProblemFile) -> str:
     for key in (file.prompt_key, file.answer_key, file.metadata_key):
         if key is not None:
             keys.append(key)
+    if file.metadata:
+        keys.append(json.dumps(file.metadata, sort_keys=True, default=str))
     if keys:
         return f"{file.path} ({', '.join(keys)})"
     return file.path

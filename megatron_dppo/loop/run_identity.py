@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,8 @@ def _identity_of_keys(file: ProblemFile) -> list[str | None]:
     keys = [file.prompt_key, file.answer_key]
     if file.metadata_key:
         keys.append(file.metadata_key)
+    if file.metadata:
+        keys.append(json.dumps(file.metadata, sort_keys=True, default=str))
     return keys
 
 
@@ -99,6 +102,9 @@ def _reward_identity(reward: RewardConfig) -> dict[str, Any]:
             term_settings[name].append(term.reads)
     default = RewardTerm(name=reward.name)
     default_settings = [default.name, default.weight, default.options]
-    if list(term_settings.values()) == [default_settings]:
-        return {}
-    return {"reward (weights, options)": term_settings}
+    identity: dict[str, Any] = {}
+    if list(term_settings.values()) != [default_settings]:
+        identity["reward (weights, options)"] = term_settings
+    if reward.column is not None:
+        identity["reward.column"] = reward.column
+    return identity

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
+from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory, TrajectoryFacts
 from megatron_dppo.loop.credit import length_penalties
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.metrics.samples import TRAINING, Sample, shortened
-from megatron_dppo.rewards import find_reward
+from megatron_dppo.rewards import Reward, find_reward
 from megatron_dppo.trainer.collectives import all_gather_json
 
 KEPT = 4
@@ -63,7 +64,7 @@ class SampleMaker:
     """Makes the samples of a run from its trajectories.
 
     Args:
-        reward: name of the first reward.
+        reward: the run's rewards.
         data: the run's problems and tokenizer.
         zeroes_truncated: whether truncated responses earn at most 0.
         is_only_reward: whether no other reward and no environment adds to the first reward.
@@ -72,7 +73,7 @@ class SampleMaker:
 
     def __init__(
         self,
-        reward: str,
+        reward: RewardConfig,
         data: RunData,
         *,
         zeroes_truncated: bool,
@@ -82,9 +83,7 @@ class SampleMaker:
         self._length_penalty = length_penalty
         self._zeroes_truncated = zeroes_truncated
         self._is_only_reward = is_only_reward
-        self._reward = find_reward(reward)
-        # The name may be "<module>:<function>"; the component has the function's name.
-        self._component = reward.rpartition(":")[2]
+        self._rewards = reward
         self._data = data
         self._problems = {p.problem_id: p for p in data.train.problems}
         self._batch_samples: dict[int, Sample] = {}
@@ -94,7 +93,7 @@ class SampleMaker:
     def of(cls, config: TrainConfig, data: RunData) -> Self:
         """Return the maker for a run or an evaluation of ``config``."""
         return cls(
-            config.reward.name,
+            config.reward,
             data,
             zeroes_truncated=config.algorithm.truncated_responses == "zero-reward",
             is_only_reward=config.environment.name is None and not config.reward.further,
@@ -204,7 +203,7 @@ class SampleMaker:
             sample=t.sample_index,
             prompt=shortened(self._data.text_of(t.prompt_ids)),
             response=shortened(response),
-            answer=self._reward.final(problem.answer),
+            answer=self._reward_of(problem)[1].final(problem.answer),
             reward=t.reward,
             reason=reason,
             truncated=t.truncated,
@@ -212,6 +211,11 @@ class SampleMaker:
             advantage=advantage,
             components=dict(t.components),
         )
+
+    def _reward_of(self, problem: Problem) -> tuple[str, Reward]:
+        """The first reward that scores the problem, with its name."""
+        name, *_ = self._rewards.names_for(problem.metadata)
+        return name, find_reward(self._rewards.terms[name].name)
 
     def _reason(self, t: Trajectory, response: str, problem: Problem, penalty: float) -> str:
         """Return the first reward's reason for its value.
@@ -222,7 +226,8 @@ class SampleMaker:
         """
         if not t.wants_score:
             return "by the environment"
-        value = t.components.get(self._component)
+        name, reward = self._reward_of(problem)
+        value = t.components.get(name)
         # Only responses that this run scored have turn rewards. With several rewards, such a response has the value as
         # a component. So turn rewards without the component mean that there is no other reward.
         if value is None and (t.turn_rewards or self._is_only_reward):
@@ -230,7 +235,7 @@ class SampleMaker:
             # The reward was rounded when the penalty was subtracted. Without this rounding, 0 might become 1e-17.
             value = round(math.fsum(terms), _DIGITS)
         if value is None:
-            return f"by {self._component}"
-        answer = self._reward.final(problem.answer)
+            return f"by {name}"
+        answer = reward.final(problem.answer)
         read_text = self._data.reader.text_of(t).answer
-        return self._reward.reason(read_text, answer, value)
+        return reward.reason(read_text, answer, value)

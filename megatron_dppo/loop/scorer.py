@@ -29,7 +29,7 @@ class PendingScore:
 
     Attributes:
         scores: the score of each reward, by the reward's name.
-        weights: the weight of each reward, by its name.
+        weights: the weight of each reward of the run, by its name.
         problem: the problem that the response answers; None if no reward is computed.
         place_of: finds the problem in the data, for errors.
     """
@@ -117,6 +117,7 @@ class Scorer:
         self._forms = {name: form_read_by(term) for name, term in config.terms.items()}
         self.max_replacements = config.max_replacements
         self.failures: Counter[str] = Counter()
+        self._config = config
         self._verifiers: dict[str, Verifier] = {}
         self._weights: dict[str, float] = {}
         for name, term in config.terms.items():
@@ -141,19 +142,19 @@ class Scorer:
         return self._reader.text_of(response, stop)
 
     def submit(self, problem: Problem, text: TurnText) -> PendingScore:
-        """Start scoring the text of a response to ``problem``; returns at once."""
+        """Start scoring the text of a response to ``problem`` by the problem's rewards; returns at once."""
         futures: dict[str, Future[Score]] = {}
-        for name, verifier in self._verifiers.items():
+        for name in self._config.names_for(problem.metadata):
             reward_input = RewardInput.of_text(problem, text, self._forms[name])
-            futures[name] = verifier.submit(reward_input)
+            futures[name] = self._verifiers[name].submit(reward_input)
         return PendingScore(futures, self._weights, problem, self._place_of)
 
 
 def weighted_sum(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
-    """Return sum_i w_i r_i over the rewards of one response, with its components.
+    """Return sum_i w_i r_i over the rewards of one response, with its components. ``weights``: of all rewards of a run.
 
-    With one reward, the result has the reward's components. With several rewards, the result has each reward's value as
-    a component, and each reward's components under the names ``name/component``. A refusal or an unavailable reward
+    In a run with one reward, the result has the reward's components. With several, it has each reward's value as a
+    component, and each reward's components under the names ``name/component``. A refusal or an unavailable reward
     makes the sum refused or unavailable, with the name of the reward. A sum that is not a usable number is a refusal.
     """
     unavailable_rewards: list[str] = []
@@ -174,7 +175,7 @@ def weighted_sum(scores: Mapping[str, Score], weights: Mapping[str, float]) -> S
     components: dict[str, float] = {}
     reasons: list[str] = []
     for name, score in scores.items():
-        if len(scores) == 1:
+        if len(weights) == 1:
             components.update(score.components)
             reasons.append(score.reason)
             continue

@@ -48,7 +48,10 @@ def bad_answers(
     """
     # Path -> problem id -> the error. The first error of an answer is kept.
     errors_of: dict[str, dict[int, str]] = {path: {} for path in sets}
-    for term in reward.terms.values():
+    for name, term in reward.terms.items():
+        scored_sets: dict[str, ProblemSet] = {}
+        for path, problems in sets.items():
+            scored_sets[path] = _scored_by(name, reward, problems)
         term_reward = find_reward(term.name)
         changes: dict[str, Any] = {}
         if not term_reward.checks_itself:
@@ -62,16 +65,28 @@ def bad_answers(
             form = verifier.form()
             if not form.needs_answer:
                 continue
-            for path, problems in sets.items():
+            for path, problems in scored_sets.items():
                 errors_of[path] |= dict(problems.unanswered)
             if scores and not form.is_async:
-                new_errors_of = _answer_errors(verifier, form, sets, term_reward, term.timeout_s)
+                new_errors_of = _answer_errors(
+                    verifier, form, scored_sets, term_reward, term.timeout_s
+                )
                 for path, new_errors in new_errors_of.items():
                     errors_of[path] = new_errors | errors_of[path]
     bad: BadAnswers = {}
     for path, errors in errors_of.items():
         bad[path] = [[problem_id, error] for problem_id, error in sorted(errors.items())]
     return bad
+
+
+def _scored_by(name: str, reward: RewardConfig, problems: ProblemSet) -> ProblemSet:
+    """The problems that a reward scores: all of them, unless ``reward.column`` selects them."""
+    if reward.column is None:
+        return problems
+    scored = tuple(p for p in problems.problems if name in reward.names_for(p.metadata))
+    ids = {problem.problem_id for problem in scored}
+    unanswered = tuple(entry for entry in problems.unanswered if entry[0] in ids)
+    return replace(problems, problems=scored, unanswered=unanswered)
 
 
 def _answer_errors(

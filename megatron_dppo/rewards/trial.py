@@ -39,17 +39,18 @@ def reward_faults(
         response_tokens: Largest number of tokens of a response in the run.
         open_thought: As in RewardInput, for the first problem.
     """
-    problem = problem_set.problems[0]
-    half_answer = problem.answer[: len(problem.answer) // 2]
     long_length = min(_MAX_CHARACTERS, _CHARACTERS_PER_TOKEN * response_tokens)
-    responses = {
-        "an empty response": "",
-        "a truncated response": f"The answer is \\boxed{{{half_answer}",
-        "a long response": ("so " * long_length)[:long_length],
-    }
     for name, term in reward.terms.items():
-        if find_reward(term.name).reads_solutions:
+        scored = (p for p in problem_set.problems if name in reward.names_for(p.metadata))
+        problem = next(scored, None)
+        if problem is None or find_reward(term.name).reads_solutions:
             continue
+        half_answer = problem.answer[: len(problem.answer) // 2]
+        responses = {
+            "an empty response": "",
+            "a truncated response": f"The answer is \\boxed{{{half_answer}",
+            "a long response": ("so " * long_length)[:long_length],
+        }
         for kind, response in responses.items():
             text = TurnText(response, response, open_thought, response)
             fault = _fault(term, RewardInput.of_text(problem, text, form_read_by(term)))

@@ -19,6 +19,7 @@ from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.seal import text_digest
 from megatron_dppo.data.thoughts import TurnText
 from megatron_dppo.loop.inputs import RunData
+from megatron_dppo.loop.run_identity import identity_of
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.rewards import RewardUnavailableError, find_reward
 from megatron_dppo.rewards.answer_check import bad_answers
@@ -308,6 +309,45 @@ def test_several_files_are_one_training_set(run_data, tmp_path):
     plain = run_data([row("1")], train=[{"path": f["path"]} for f in files[:1]])
     # A single file is sampled without weights.
     assert plain.sampler().state_dict().keys() == ProblemSampler(1, seed=0).state_dict().keys()
+
+
+def test_each_file_may_have_rewards_and_an_environment_of_its_own(run_data, tmp_path):
+    """A file adds values to its problems' metadata, by which rewards and environments are chosen."""
+    (tmp_path / "words.jsonl").write_text(json.dumps(row("no integer")) + "\n")
+    sums, words = str(tmp_path / "train.jsonl"), str(tmp_path / "words.jsonl")
+    train = [
+        {"path": sums, "metadata": {"reward": "exact_integer"}},
+        {"path": words, "metadata": {"reward": "is_the_answer"}},
+    ]
+    held_out = {"words": {"path": words, "metadata": {"reward": "is_the_answer"}}}
+
+    def config_of(data: RunData, **changes: object) -> TrainConfig:
+        further = {"is_the_answer": {"name": "tests.unit.planted_rewards:is_the_answer"}}
+        reward = {"name": "exact_integer", "further": further, "column": "reward"}
+        tree = data._config.model_dump() | {"reward": reward} | changes
+        tree["data"] |= {"evaluation": held_out}
+        return TrainConfig.model_validate(tree)
+
+    plain = run_data([row("1"), row("2")], train=[{"path": file["path"]} for file in train])
+    with pytest.raises(DataError, match=rf"{sums}, line 1: .*'reward'.*reward\.column"):
+        RunData(config_of(plain))
+    data = run_data([row("1"), row("2")], train=train)
+    data = RunData(config_of(data))
+    assert [dict(p.metadata) for p in data.train.problems] == [
+        {"reward": "exact_integer"},
+        {"reward": "exact_integer"},
+        {"reward": "is_the_answer"},
+    ]
+    # Only the first reward requires integers, and it does not score the second file.
+    assert not any(data.bad_answers().values())
+    assert not data.reward_faults()
+    environments = {"calc": {"name": "calculator"}, "one": {"name": "single-turn"}}
+    environment = {"name": "by-problem", "options": {"environments": environments}}
+    with pytest.raises(DataError, match=rf"{sums}, line 1: .*'environment'.*calc, one"):
+        RunData(config_of(data, environment=environment))
+    identities = [identity_of(config, "") for config in (data._config, plain._config)]
+    assert identities[0]["reward.column"] == "reward"
+    assert identities[0]["data.train (keys)"] != identities[1]["data.train (keys)"]
 
 
 def test_a_bad_answer_in_parquet_is_named_by_its_row(run_data, tmp_path):

@@ -30,6 +30,7 @@ from megatron_dppo.environments import (
     calculate,
     check_environment,
     find_environment,
+    makes_prompts,
     workers,
 )
 from megatron_dppo.environments.episodes import EpisodeLimits, Episodes, _Episode
@@ -671,6 +672,50 @@ def first_step(environment: Any, turn: str) -> Step:
 
 def test_rewards_are_an_environment_of_one_turn():
     assert first_step(SingleTurn(), "3+5=8") == Step(done=True, is_scored=True)
+
+
+BY_KIND = {
+    "environments": {
+        "calc": {"name": "calculator", "options": {"call": "!"}},
+        "one": {"name": "single-turn"},
+    },
+    "column": "kind",
+}
+
+
+@pytest.mark.parametrize(("kind", "turns"), [("calc", 2), ("one", 1)])
+def test_a_problem_names_its_environment(kind, turns):
+    check_environment("by-problem", BY_KIND)
+    engine = Engine({0: ["! 3+5", "= 8"]})
+    problem = replace(PROBLEM, metadata={"kind": kind})
+    (t,), episodes = play(engine, "by-problem", problem=problem, **BY_KIND)
+    assert (t.turns, t.finish_reason, t.wants_score) == (turns, "stop", True)
+    assert not episodes.faults.total()
+
+
+def test_environments_by_problem_make_prompts_where_one_of_them_does():
+    agent = {"name": "agent", "options": {"agent": f"{PLANTED}:nothing"}}
+    assert not makes_prompts("by-problem", BY_KIND)
+    with_agent = {"environments": {**BY_KIND["environments"], "agent": agent}}
+    assert makes_prompts("by-problem", with_agent)
+    assert makes_prompts("agent", {"agent": "true"})
+    assert not makes_prompts(None, {})
+
+
+@pytest.mark.parametrize(
+    ("environments", "words"),
+    [
+        ({}, "environments"),
+        ({"a": {"options": {}}}, "environments.a"),
+        ({"a": {"name": "calculator", "option": {}}}, "environments.a"),
+        ({"a": {"name": "calculator", "options": {"cal": "!"}}}, "'cal'"),
+        ({"a": {"name": "abacus"}}, "'abacus'"),
+        ({"a": {"name": "by-problem"}}, "by-problem"),
+    ],
+)
+def test_settings_that_are_no_environments_are_refused(environments, words):
+    with pytest.raises(ValueError, match=mentioning(words)):
+        check_environment("by-problem", {"environments": environments})
 
 
 def test_the_calculator_answers_calls_and_leaves_the_rest_to_the_rewards():

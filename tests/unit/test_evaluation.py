@@ -126,7 +126,7 @@ def sample_maker(problems: list[Problem]) -> SampleMaker:
         text_of=text_of,
         reader=ResponseReader(text_of, {}),
     )
-    return SampleMaker("math_verify", data, zeroes_truncated=True)
+    return SampleMaker(RewardConfig(), data, zeroes_truncated=True)
 
 
 def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_path: Path) -> None:

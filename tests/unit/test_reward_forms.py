@@ -249,6 +249,39 @@ def test_several_rewards_of_a_run():
     assert score.components == {"exact_integer": 1.0, "length": -4.0}
 
 
+BY_COLUMN = RewardConfig(
+    name="exact_integer",
+    further={
+        "words": {"name": PLANTED + "is_the_answer"},
+        "length": {"name": PLANTED + "with_options", "weight": 0.1, "options": {"longest": 1}},
+    },
+    column="by",
+)
+
+
+@pytest.mark.parametrize(
+    ("names", "components"),
+    [
+        ("words", {"words": 1.0}),
+        (["length", "exact_integer"], {"exact_integer": 1.0, "length": 0.0}),
+        ("exact_integer", {"exact_integer": 1.0}),
+    ],
+)
+def test_a_column_names_the_rewards_of_a_problem(names, components):
+    with Scorer(BY_COLUMN) as scorer:
+        problem = Problem(0, "1+1", "2", (), metadata={"by": names})
+        score = scorer.submit(problem, TurnText.plain("2")).result()
+    assert score.components == components
+
+
+@pytest.mark.parametrize(
+    "metadata", [{}, {"by": "other"}, {"by": []}, {"by": 1}, {"by": ["words", None]}]
+)
+def test_a_problem_that_names_no_reward_is_refused(metadata):
+    with pytest.raises(ValueError, match=mentioning("'by'", "exact_integer, words, length")):
+        BY_COLUMN.names_for(metadata)
+
+
 @pytest.mark.parametrize(
     ("reward", "response", "reason"),
     [

@@ -122,7 +122,7 @@ def _shortest_rows(key: str, file: ProblemFile, count: int) -> list[Mapping[str,
     """Select the rows with the shortest prompts at the beginning of the file, in the file's order."""
     try:
         # Check every row of the file. The rehearsal needs rows, not these problems.
-        read_problems(file.path, _keys_of(file))
+        read_problems(file.path, DataKeys.of(file))
         records = read_all_records(file.path).records[:_FIRST_ROWS]
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
@@ -149,15 +149,11 @@ def _longest_prompt(
             tokenizer,
             max_prompt_tokens=_ANY_LENGTH,
             form=form,
-            keys_of=_keys_of(file),
+            keys_of=DataKeys.of(file),
         ).problems
     except DataError as error:
         raise DataError(f"{key}: {error}; {path} holds rows of {file.path}") from error
     return max(len(problem.prompt_ids) for problem in problems)
-
-
-def _keys_of(file: ProblemFile) -> DataKeys:
-    return DataKeys(file.prompt_key, file.answer_key, file.metadata_key)
 
 
 def _under_keys(row: Mapping[str, str], file: ProblemFile) -> dict[str, Any]:

@@ -334,13 +334,17 @@ def _reward(config: TrainConfig, inputs: RehearsalInputs) -> dict[str, Any]:
         config, inputs
     )
     is_absent = "reward.options" in inputs.unreachable or lacks_environment
-    if is_absent or not inputs.scores_toys:
+    # A problem's own rewards would leave out the rehearsal's reward.
+    is_alone = reward["column"] is not None
+    reward["column"] = None
+    if is_absent or is_alone or not inputs.scores_toys:
         reward |= {"name": signal.TARGET, "options": {}, "batch_size": 1}
     reward["timeout_s"] = timeout_s
     reward["workers"] = 1
     further_rewards: dict[str, Any] = {}
     for name, term in reward["further"].items():
-        if f"reward.further.{name}.options" not in inputs.unreachable and inputs.scores_toys:
+        is_reachable = f"reward.further.{name}.options" not in inputs.unreachable
+        if is_reachable and inputs.scores_toys and not is_alone:
             further_rewards[name] = term
     if reward["name"] != signal.TARGET:
         further_rewards["rehearsal"] = {
@@ -402,6 +406,8 @@ def _replaced_parts(
         yield Omission(
             "rollout.replay_from", "batches of the real model; a server generates instead"
         )
+    if config.reward.column is not None:
+        yield Omission("reward.column", "one reward of the rehearsal scores all problems")
     if not inputs.scores_toys:
         yield Omission("reward.name", f"{config.reward.name} does not score toy problems")
 

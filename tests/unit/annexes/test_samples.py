@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
 from megatron_dppo.diagnostics.samples import main
@@ -69,7 +70,7 @@ def make_sample_maker(*, zeroes_truncated: bool = True) -> SampleMaker:
         text_of=text_of,
         reader=ResponseReader(text_of, {}),
     )
-    return SampleMaker("exact_integer", data, zeroes_truncated=zeroes_truncated)
+    return SampleMaker(RewardConfig(name="exact_integer"), data, zeroes_truncated=zeroes_truncated)
 
 
 def batch_of(rows: list[Trajectory]) -> RolloutBatch:
@@ -130,7 +131,10 @@ def test_a_sample_of_an_episode_says_which_limit_ended_it() -> None:
 def test_a_reason_is_of_the_first_rewards_own_score(fields: dict[str, Any], reason: str) -> None:
     t = Trajectory.of_response([1, 2], [3, 4], text="=7", **fields)
     samples = SampleMaker(
-        "exact_integer", make_sample_maker()._data, zeroes_truncated=True, is_only_reward=False
+        RewardConfig(name="exact_integer"),
+        make_sample_maker()._data,
+        zeroes_truncated=True,
+        is_only_reward=False,
     )
     (kept_sample,) = samples.of_evaluation(1, "set", [Problem(0, "p", "5", (1, 2))], [t])
     assert kept_sample.reason == reason
@@ -146,7 +150,9 @@ def test_a_length_penalty_does_not_change_the_reason(
     algorithm = AlgorithmConfig(length_penalty=3.1, overlong_tokens=3)
     penalised = partial(length_penalties, most_tokens=8, algorithm=algorithm)
     data = make_sample_maker()._data
-    samples = SampleMaker("exact_integer", data, zeroes_truncated=True, length_penalty=penalised)
+    samples = SampleMaker(
+        RewardConfig(name="exact_integer"), data, zeroes_truncated=True, length_penalty=penalised
+    )
     columns = {"rollout_log_probs": [-1.0] * 6}
     response = Trajectory.of_response(
         [1, 2], [3] * 6, problem_id=5, text="=7", turn_rewards=turn_rewards, columns=columns
