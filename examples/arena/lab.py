@@ -88,6 +88,10 @@ class Lab:
 
     def mismatch(self) -> dict[str, list[float]]:
         """Return ``RATIO_ERROR`` and ``PROB_ERROR`` of a new batch, at the trainer's present weights."""
+        return errors_by_mu(*self.probabilities())
+
+    def probabilities(self) -> tuple[Tensor, Tensor]:
+        """Return pi and mu of a new batch's sampled tokens, at the trainer's present weights."""
         age = self._copy.update(self.weights())
         batch = dict(enumerate(self._rollout(self.version - age)))
         config, layout = self.config, self.learner.layout
@@ -110,7 +114,7 @@ class Lab:
             is_sampled = micro_batch.loss_mask
             log_pi.append(values[is_sampled])
             log_mu.append(micro_batch.column("rollout_log_probs")[is_sampled])
-        return errors_by_mu(torch.cat(log_pi).exp(), torch.cat(log_mu).exp())
+        return torch.cat(log_pi).exp(), torch.cat(log_mu).exp()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the trainer's weights by their names in a checkpoint."""
@@ -234,12 +238,12 @@ class Cell:
     @property
     def key(self) -> str:
         """The run's unique name. It has the rule's reading (readings.py) after ``@``."""
-        rule = "-".join([self.algorithm, *(_last_word(c) for c in self.changes)])
+        rule = "-".join([self.algorithm, *(last_word(c) for c in self.changes)])
         reading = reading_of(self.algorithm, self.changes)
         return "/".join([self.task, self.mismatch, f"{rule}@{reading}", str(self.seed)])
 
 
-def _last_word(change: str) -> str:
+def last_word(change: str) -> str:
     """Return ``tv_threshold=0.1`` of ``algorithm.options.tv_threshold=0.1``. The value itself may contain points."""
     path, equals, value = change.partition("=")
     return path.rpartition(".")[2] + equals + value

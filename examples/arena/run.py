@@ -112,7 +112,7 @@ def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
     results.parent.mkdir(parents=True, exist_ok=True)
     make_material(dict.fromkeys(cell.task for cell in missing))
     with progress("arena", len(missing)) as bar, _appended(results) as out:
-        for cell, seconds, record in _forked(lab.run, missing, processes):
+        for cell, seconds, record in forked(lab.run, missing, processes):
             if isinstance(record, str):
                 print(f"arena: {cell.key}: {record}", file=sys.stderr)
                 continue
@@ -126,7 +126,7 @@ def make_material(tasks: Iterable[str]) -> None:
 
     Raises RuntimeError for a task whose material can't be made.
     """
-    for task, _, answer in _forked(_make_material, tasks, 1):
+    for task, _, answer in forked(_make_material, tasks, 1):
         if answer is not None:
             raise RuntimeError(f"arena: the material of {task}: {answer}")
 
@@ -141,7 +141,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 
-def _forked(
+def forked(
     act: Callable[[A], R], values: Iterable[A], processes: int
 ) -> Iterator[tuple[A, float, R | str]]:
     """Call ``act`` with each value in a separate process, ``processes`` at a time.
