@@ -40,6 +40,7 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import Bucket, ParameterKey, hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
+from megatron_dppo.model.quantization import Rounding
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.trainer.trainer import Trainer
@@ -63,6 +64,7 @@ class Weights:
         self.vocab_size = self.shape.vocab_size
         self.num_layers = self.shape.num_layers
         self.is_routed = self.shape.is_moe
+        self.rounds_as_engines = False
         self._values: dict[ParameterKey, Tensor] = {}
         self._buffers = Buffers()
         with SafetensorsReader(folder) as reader:
@@ -104,7 +106,7 @@ class Weights:
         return [value]
 
     def score(
-        self, prompts: Sequence[Sequence[int]], *, quantized: bool = False
+        self, prompts: Sequence[Sequence[int]], *, rounding: Rounding | None = None
     ) -> list[list[float]]:
         """Not available: there is no model, so the canary is off."""
         raise ValueError("this source holds weights only")

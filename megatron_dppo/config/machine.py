@@ -131,8 +131,10 @@ def server_size_faults(sglang: Mapping[str, Any]) -> Iterator[str]:
     for key in _SERVER_SIZES:
         size = sglang.get(key)
         is_share = key == "mem_fraction_static"
-        types: tuple[type, ...] = (int, float) if is_share else (int,)
-        is_number = isinstance(size, types) and math.isfinite(size)
+        has_fraction = isinstance(size, float)
+        is_number = isinstance(size, int | float) and math.isfinite(size)
+        if has_fraction and not is_share:
+            is_number = False
         if size is not None and (isinstance(size, bool) or not is_number):
             kind = "a number" if is_share else "a whole number"
             yield f"sglang.{key}: got {given(size)}, expected {kind}"

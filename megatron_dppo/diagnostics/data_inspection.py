@@ -267,7 +267,8 @@ def _shown(inspection: Inspection, records: problems.ProblemRecords) -> Iterator
         for end in ends:
             # The tokenizer adds special tokens only to a whole text that no template wrote.
             pieces = problems.encode_in_pieces(tokenizer, end, by_template or is_cut)
-            decoded_ends.append(tokenizer.decode([token for ids in pieces for token in ids]))
+            text_of_ids = tokenizer.decode([token for ids in pieces for token in ids])
+            decoded_ends.append(str(text_of_ids))
         yield _joined(decoded_ends, text)
         if decoded_ends != ends:
             yield f"--- {location}: its ids, decoded above, do not keep the text"

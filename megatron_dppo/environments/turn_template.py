@@ -104,12 +104,15 @@ class TurnTemplate:
         self._tokenizer = tokenizer
         self._role = role
         if end_tokens is None:
-            end_tokens = (tokenizer.eos_token_id,)
+            end_tokens = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self._is_chat = is_chat
         self._arguments = arguments or {}
         self._control_tokens = ControlTokens(tokenizer)
         special_names = sorted(self._control_tokens.special)
-        self._special_ids = frozenset(tokenizer.convert_tokens_to_ids(special_names))
+        special_ids = tokenizer.convert_tokens_to_ids(special_names)
+        # A list of names gives a list of ids.
+        assert isinstance(special_ids, list)
+        self._special_ids = frozenset(special_ids)
         # Other stop tokens of a run are a part of the turn's text.
         self._end_ids = self._special_ids & frozenset(end_tokens)
         # Roles that ``_check`` has accepted.

@@ -145,8 +145,9 @@ def _parts_differ(text: str, gold_text: str) -> bool:
     """Whether two answers differ in a part that math-verify does not compare: a bound, a range, units or a base."""
     if answer_parts.is_denied(text) and not answer_parts.is_denied(gold_text):
         return True
-    nouns = answer_parts.noun_of(text), answer_parts.noun_of(gold_text)
-    if None not in nouns and answer_parts.are_different_nouns(*nouns):
+    noun = answer_parts.noun_of(text)
+    gold_noun = answer_parts.noun_of(gold_text)
+    if noun and gold_noun and answer_parts.are_different_nouns(noun, gold_noun):
         return True
     return _differ(unit_of(text), unit_of(gold_text)) or _differ(
         answer_parts.digits_and_base(text), answer_parts.digits_and_base(gold_text)

@@ -209,7 +209,7 @@ class SiteConfig(Section):
 
         Raises SlurmError if a variable of Slurm has no number of devices.
         """
-        names = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE")
+        names: tuple[str, ...] = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE")
         count = self.gpus_per_node
         if not count:
             names = ("SLURM_NTASKS_PER_NODE",)
