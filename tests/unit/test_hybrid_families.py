@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet, l2norm
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.config.checks import engine_split_faults
@@ -25,13 +27,24 @@ from megatron_dppo.model.families import (
     unknown_key_warnings,
 )
 from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults
-from megatron_dppo.model.mapping import carried_names, engine_parameters, hf_tensors
+from megatron_dppo.model.mapping import (
+    carried_names,
+    engine_parameters,
+    hf_tensors,
+    local_parameters,
+)
 from megatron_dppo.model.resharding import prove_resharding
 from megatron_dppo.model.shape import ModelShape, active_parameters, shape_of_json
 from megatron_dppo.tensor_hash import tiled_hash
-from megatron_dppo.trainer.delta_net import packed_convolution, packed_delta_rule
+from megatron_dppo.trainer.delta_net import (
+    PackedDeltaNet,
+    delta_net_spec,
+    packed_convolution,
+    packed_delta_rule,
+)
 from megatron_dppo.weight_sync.verification import compare_checksums
 from tests.engine_digests import expected_digests, random_weights
+from tests.unit.test_trainer_config import build as build_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
 NEXT = CONFIGS / "qwen3-next-80b-a3b-instruct"
@@ -300,6 +313,94 @@ def test_a_sequence_of_a_pack_has_no_gradient_from_the_others() -> None:
         assert tensor.grad is not None
         assert tensor.grad[6:76].abs().sum() > 0
         assert tensor.grad[:6].abs().sum() == tensor.grad[76:].abs().sum() == 0
+
+
+class LocalLinear(torch.nn.Linear):
+    """The part of a linear of one tensor-parallel rank: of its outputs, or of its inputs. It has no communication."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        tp_group: Any,
+        input_is_parallel: bool = False,
+        **_: Any,
+    ) -> None:
+        ranks = tp_group.size()
+        if input_is_parallel:
+            super().__init__(input_size // ranks, output_size, bias=False)
+        else:
+            super().__init__(input_size, output_size // ranks, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
+def delta_net_of_rank(
+    shape: ModelShape, hf: dict[str, Tensor], rank: int, ranks: int
+) -> PackedDeltaNet:
+    """Return the first layer's delta net of a tensor-parallel rank, with weights by the rules of conversion."""
+    run = build_config(shape, {"world_size": ranks, "tensor": ranks})
+    group = SimpleNamespace(size=lambda: ranks, rank=lambda: rank)
+    net = PackedDeltaNet(
+        replace(run, perform_initialization=False),
+        delta_net_spec(LocalLinear, LocalLinear).submodules,
+        layer_number=1,
+        pg_collection=SimpleNamespace(tp=group),
+    )
+    parameters = dict(net.named_parameters())
+    prefix = "decoder.layers.0.self_attention."
+    layout = Layout.of(LayoutSizes(world_size=ranks, tensor=ranks))
+    for entry in local_parameters(shape, layout, rank):
+        parameter = parameters.get(entry.name.removeprefix(prefix))
+        if parameter is None or not entry.name.startswith(prefix):
+            continue
+        del parameters[entry.name.removeprefix(prefix)]
+        for segment in entry.segments:
+            segment.of_local(parameter.data).copy_(segment.of_hf(hf[segment.hf_name]))
+    assert not parameters
+    return net
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ranks_of_a_delta_net_add_up_to_transformers(ranks: int) -> None:
+    """Every value head has a rate, a gate and values of its own, and uses the query and key of its own key head."""
+    torch.manual_seed(4)
+    shape = tiny_shape()
+    delta = shape.delta
+    assert delta is not None
+    config = Qwen3NextConfig(
+        hidden_size=shape.hidden_size, rms_norm_eps=shape.norm_eps, linear_num_key_heads=delta.key_heads,
+        linear_num_value_heads=delta.value_heads, linear_key_head_dim=delta.key_size,
+        linear_value_head_dim=delta.value_size, linear_conv_kernel_dim=delta.kernel_size,
+    )  # fmt: skip
+    reference = Qwen3NextGatedDeltaNet(config, 0)
+    hf = {}
+    for name, parameter in reference.named_parameters():
+        torch.nn.init.normal_(parameter)
+        hf[f"model.layers.0.linear_attn.{name}"] = parameter.detach()
+    x = torch.randn(sum(LENGTHS), shape.hidden_size)
+    expected = torch.cat([reference(part[None])[0] for part in x.split(LENGTHS)])
+    packed = SimpleNamespace(cu_seqlens_q=BOUNDS)
+    outputs = []
+    for rank in range(ranks):
+        net = delta_net_of_rank(shape, hf, rank, ranks)
+        output, _ = net(x[:, None], packed_seq_params=packed)
+        outputs.append(output[:, 0])
+    torch.testing.assert_close(sum(outputs), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-3, 1.0])
+def test_the_norm_of_a_small_key_is_that_of_transformers(size: float) -> None:
+    """Epsilon is added to the square of the norm."""
+    torch.manual_seed(5)
+    x = size * torch.randn(3, 2 * 4)
+    net = SimpleNamespace(key_head_dim=4, num_key_heads=2, num_value_heads=4)
+    found = PackedDeltaNet._key_heads(net, x)
+    expected = l2norm(x.view(3, 2, 4)).repeat_interleave(2, 1)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(engine_delta_net._unit(x.view(3, 2, 4)), expected[:, ::2])
 
 
 def test_the_convolution_sees_no_token_of_another_sequence() -> None:
