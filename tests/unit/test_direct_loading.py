@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from megatron_dppo.checkpoint_conversion.hf_folder import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.engine.direct_loading import (
+    ATOMIC_VARIABLE,
     DirectLoader,
     ReceivedBucket,
     TensorPlaces,
     UnplaceableError,
+    drop_kept,
     end_update,
     map_folder,
     read_folder_directly,
@@ -229,6 +232,39 @@ def test_tensors_are_derived_once_at_the_end_of_a_session() -> None:
     end_update(updater.end, updater, run_post_load=False)
     assert updater.post_load_flags == [True]
     assert not model.loaded_names
+
+
+def test_no_kept_bucket_of_an_interrupted_update_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ATOMIC_VARIABLE, "1")
+    model, loader = make_model(held(EngineTensors(model_shape()), 0))
+    loader.begin()
+    for name in ("model.norm.weight", "lm_head.weight"):
+        loader(received([item for item in weights(model_shape()) if item[0] == name]))
+    drop_kept(SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model))))
+    loader.begin()
+    before = hashes(model.tensors)
+    updater = Updater(model)
+    end_update(updater.end, updater, run_post_load=False)
+    assert hashes(model.tensors) == before
+
+
+def test_kept_buckets_are_loaded_only_at_the_end_of_their_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(ATOMIC_VARIABLE, "1")
+    model, loader = make_model(held(EngineTensors(model_shape()), 0))
+    updater = Updater(model)
+    norm = model.tensors["model.norm.weight"]
+    loader.begin()
+    loader(received([("model.norm.weight", torch.ones_like(norm))]))
+    assert set(norm.tolist()) == {7.0}
+    end_update(updater.end, updater, run_post_load=False)
+    assert set(norm.tolist()) == {1.0}
+    # A folder replaces the tensors outside of an update. The next update has no bucket.
+    loader([("model.norm.weight", torch.zeros_like(norm))])
+    loader.begin()
+    end_update(updater.end, updater, run_post_load=False)
+    assert set(norm.tolist()) == {0.0}
 
 
 def test_a_folder_is_loaded_outside_of_a_session() -> None:

@@ -101,14 +101,16 @@ def test_a_failure_in_the_block_restores_the_values() -> None:
     assert all(torch.equal(values[key], before[key]) for key in values)
 
 
-def test_other_dtypes_than_bfloat16_are_rounded_too() -> None:
+def test_other_dtypes_than_bfloat16_are_rounded_and_restored() -> None:
     shape = replace(model_shape(), dtype="float32")
     layout = Layout.smallest(1)
     hf = {name: torch.ones(dims) for name, dims in hf_tensors(shape).items()}
     values = {key: t.float() * 0.3 for key, t in local_values(shape, hf, layout, 0).items()}
+    before = {key: tensor.clone() for key, tensor in values.items()}
     with rounded_to_fp8(values, shape, layout, 0):
         name = "decoder.layers.0.self_attention.linear_proj.weight"
         torch.testing.assert_close(values[0, name], torch.full_like(values[0, name], 0.3))
+    assert all(torch.equal(values[key], before[key]) for key in values)
 
 
 Matrix = tuple[str, Tensor]
