@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.trainer.all_heads_norm import _Norm
+from tests.unit.rank_threads import on_ranks
 
 EPS = 1e-5
 
@@ -55,3 +56,30 @@ def test_a_frozen_weight_has_no_gradient():
     expected, _, _ = inputs(torch.float32)
     torch_norm(expected, weight.detach()).backward(gradient)
     torch.testing.assert_close(x.grad, expected.grad, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("eps", [EPS, 10.0])
+def test_ranks_with_a_share_of_the_heads_have_one_mean(eps: float) -> None:
+    """The two ranks' outputs and gradients are the parts of the whole norm's outputs and gradients."""
+    torch.manual_seed(1)
+    x, weight, gradient = torch.randn(7, 1, 4, 5), torch.randn(20), torch.randn(7, 1, 4, 5)
+
+    def run(group: torch.distributed.ProcessGroup) -> list[torch.Tensor]:
+        own_x, own_weight, own_gradient = (
+            whole.chunk(2, dim)[group.rank()].clone()
+            for whole, dim in ((x, 2), (weight, 0), (gradient, 2))
+        )
+        own_x.requires_grad_()
+        own_weight.requires_grad_()
+        output = _Norm.apply(own_x, own_weight, eps, 20, group)
+        output.backward(own_gradient)
+        return [output.detach(), own_x.grad, own_weight.grad]
+
+    outputs, input_gradients, weight_gradients = zip(*on_ranks(2, run), strict=True)
+    x.requires_grad_()
+    weight.requires_grad_()
+    expected = F.rms_norm(x.flatten(-2), (20,), weight, eps).view_as(x)
+    expected.backward(gradient)
+    torch.testing.assert_close(torch.cat(outputs, 2), expected)
+    torch.testing.assert_close(torch.cat(input_gradients, 2), x.grad)
+    torch.testing.assert_close(torch.cat(weight_gradients), weight.grad)

@@ -9,15 +9,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, GptOssConfig
+from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, eager_attention_forward
 
 from megatron_dppo.checkpoint_conversion.quantized import mxfp4_values
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
@@ -44,7 +47,9 @@ from megatron_dppo.weight_sync.verification import compare_checksums
 from tests.engine_digests import expected_digests, random_weights
 from tests.tiny_models import save_tiny_model
 from tests.unit.published_configs import CONFIGS, published, written
+from tests.unit.rank_threads import on_ranks
 from tests.unit.test_checkpoint_layouts import tensors_of
+from tests.unit.test_trainer_config import build as build_config
 
 NAME = "gpt-oss-20b"
 PUBLISHED = CONFIGS / NAME
@@ -286,27 +291,113 @@ def test_mxfp4_needs_a_type_and_its_scales(tmp_path: Path) -> None:
 # --- arithmetic
 
 
+def published_rope(**changes: Any) -> dict[str, Any]:
+    """Return the published file with other numbers of YaRN."""
+    values = published(NAME)
+    return values | {"rope_scaling": values["rope_scaling"] | changes}
+
+
 @pytest.mark.parametrize("truncate", [True, False])
 @pytest.mark.parametrize(("factor", "original"), [(32.0, 4096), (8.0, 256)])
-def test_yarn_is_that_of_transformers(truncate: bool, factor: float, original: int) -> None:
+@pytest.mark.parametrize(("fast", "slow"), [(32.0, 1.0), (16.0, 3.0)])
+def test_yarn_is_that_of_transformers(
+    tmp_path: Path, truncate: bool, factor: float, original: int, fast: float, slow: float
+) -> None:
     from megatron_dppo.trainer.model import yarn_frequencies
 
-    table = {
-        "rope_type": "yarn",
-        "rope_theta": 150000.0,
+    numbers = {
         "factor": factor,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
+        "beta_fast": fast,
+        "beta_slow": slow,
         "truncate": truncate,
         "original_max_position_embeddings": original,
     }
-    config = GptOssConfig(rope_parameters=table)
-    expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config)
+    folder = written(tmp_path, published_rope(**numbers))
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.from_pretrained(folder))
     plain = 1.0 / (150000.0 ** (torch.arange(0, 64, 2, dtype=torch.float) / 64))
-    yarn = YarnRopeScaling(factor, original, 32.0, 1.0, 1.0, 0.0, truncate)
+    yarn = load_model_shape(folder).rope_scaling
+    assert isinstance(yarn, YarnRopeScaling)
     frequencies = yarn_frequencies(plain, 150000.0, yarn)
     torch.testing.assert_close(frequencies, expected, atol=0, rtol=1e-6)
     assert yarn.rotated_factor == pytest.approx(attention_factor, rel=1e-12)
+
+
+def attention_of_layer(folder: Path, layer: int) -> tuple[Any, GptOssAttention]:
+    """Return the trainer's attention core of ``layer``, and transformers' attention with the same sinks."""
+    from megatron_dppo.trainer.cpu.layer_spec import TorchAttention
+
+    shape, config = load_model_shape(folder), AutoConfig.from_pretrained(folder)
+    transformer = build_config(shape, {})
+    one_rank = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = SimpleNamespace(tp=one_rank, cp=one_rank)
+    scale = transformer.softmax_scale
+    core = TorchAttention(transformer, layer + 1, None, "self", scale, pg_collection=groups)
+    reference = GptOssAttention(config, layer).eval()
+    assert core.softmax_offset is not None
+    torch.manual_seed(0)
+    core.softmax_offset.data.normal_()
+    reference.sinks.data.copy_(core.softmax_offset.data)
+    return core, reference
+
+
+@pytest.fixture
+def small_folder(tmp_path: Path) -> Path:
+    """A folder with the config.json of a model with small widths, two layers, and a window of three tokens."""
+    sizes = {
+        "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "sliding_window": 3, "layer_types": published(NAME)["layer_types"][:2],
+    }  # fmt: skip
+    return written(tmp_path, published(NAME) | sizes)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_each_layer_has_the_window_sinks_and_scale_of_transformers(
+    small_folder: Path, layer: int
+) -> None:
+    core, reference = attention_of_layer(small_folder, layer)
+    q, k, v = (torch.randn(9, heads, 8) for heads in (4, 2, 2))
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 9], dtype=torch.int32))
+    output = core(q, k, v, None, packed_seq_params=packed)
+    _, factor = ROPE_INIT_FUNCTIONS["yarn"](reference.config)
+    window = reference.sliding_window
+    is_visible = sliding_window_causal_mask_function(window) if window else causal_mask_function
+    positions = torch.arange(9)
+    mask = torch.zeros(9, 9).masked_fill(
+        ~is_visible(0, 0, positions[:, None], positions), -math.inf
+    )
+    heads = [x.transpose(0, 1)[None] for x in (factor * q, factor * k, v)]
+    expected, _ = eager_attention_forward(reference, *heads, mask, reference.scaling)
+    torch.testing.assert_close(output, expected[0].flatten(1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_context_parallel_ranks_have_the_sinks_of_their_heads(
+    small_folder: Path, layer: int
+) -> None:
+    from megatron_dppo.trainer.context_parallel import own_rows
+
+    core, _ = attention_of_layer(small_folder, layer)
+    cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+    inputs = [torch.randn(12, heads, 8) for heads in (4, 2, 2)]
+    direction = torch.randn(12, 32)
+    packed = SimpleNamespace(cu_seqlens_q=cu_seqlens)
+    whole = core(*inputs, None, packed_seq_params=packed)
+    whole.backward(direction)
+    cores = [attention_of_layer(small_folder, layer)[0] for _ in range(2)]
+
+    def run(group: torch.distributed.ProcessGroup) -> Tensor:
+        rows = own_rows(cu_seqlens, 12, 2, group.rank())
+        own_core = cores[group.rank()]
+        own_core.context_group = group
+        packed = SimpleNamespace(cu_seqlens_q=cu_seqlens.clone())
+        own_inputs = [x[rows] for x in inputs]
+        output = own_core(*own_inputs, None, packed_seq_params=packed)
+        torch.testing.assert_close(output, whole[rows])
+        output.backward(direction[rows])
+        return own_core.softmax_offset.grad
+
+    gradients = on_ranks(2, run)
+    torch.testing.assert_close(sum(gradients), core.softmax_offset.grad)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])

@@ -116,7 +116,8 @@ LATENT = LatentAttention(
     query_rank=48, key_value_rank=32, plain_size=16, rotary_size=8, value_size=24
 )
 DEEPSEEK = replace(GLM, family="deepseek_v3", num_query_groups=4, latent=LATENT)
-YARN = YarnRopeScaling(40.0, 4096, 32.0, 1.0, 0.7, 0.9)
+YARN = YarnRopeScaling(8.0, 2048, 24.0, 2.0, 0.7, 0.9)
+"""No number is Megatron-Core's default."""
 
 
 def test_a_router_of_sigmoids_has_a_bias_that_no_step_moves() -> None:
@@ -157,8 +158,8 @@ def test_plain_rope_of_latent_attention_is_not_scaled_and_not_fused(monkeypatch)
 
 def test_yarn_of_latent_attention_has_the_numbers_of_the_model() -> None:
     t = build(replace(DEEPSEEK, rope_scaling=YARN), {})
-    assert (t.rope_type, t.rotary_scaling_factor) == ("yarn", 40)
-    assert (t.original_max_position_embeddings, t.beta_fast, t.beta_slow) == (4096, 32, 1)
+    assert (t.rope_type, t.rotary_scaling_factor) == ("yarn", 8)
+    assert (t.original_max_position_embeddings, t.beta_fast, t.beta_slow) == (2048, 24, 2)
     assert (t.mscale, t.mscale_all_dim) == (0.7, 0.9)
 
 
