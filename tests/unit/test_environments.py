@@ -594,6 +594,14 @@ def test_by_turn_each_token_has_what_its_turn_and_later_ones_earn():
         with_rewards([turns_of([1, 1], (0.5,))], [Score(0.0)], 1, settings, "turn", most_tokens=16)
 
 
+def test_advantages_of_turns_are_of_the_configured_kind():
+    """The returns by hand are (1, 0.75) and (0, 0.5). Leave-one-out compares each return with the other response's."""
+    batch = [turns_of([1, 1], (0.25, 0.75)), turns_of([1, 1], (-0.5, 0.5))]
+    leave_one_out = AlgorithmConfig(advantage="leave-one-out")
+    scored = with_rewards(batch, [Score(0.0)] * 2, 2, leave_one_out, "turn", most_tokens=16)
+    assert [t.advantages_by_turn for t in scored] == [[1.0, 0.25], [-1.0, -0.25]]
+
+
 def test_turns_of_branches_are_paired_as_they_lie_and_not_by_time():
     """The first response sampled its second turn in a branch of its own, whose tokens stand third. This turn is
     compared with the third turn of the other response. The returns in the order of the tokens are (0.7, 0.4, 0.6) and

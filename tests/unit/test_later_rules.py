@@ -889,6 +889,25 @@ def test_triage_at_its_bounds_by_hand():
     assert gate(-2.0, -2.0, advantage=1.0) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("advantages", [(2.0, -1.0), (-2.0, 1.0)])
+def test_the_mean_advantage_of_a_segment_decides_about_its_repair(advantages):
+    """The two tokens of the segment have advantages of both signs, as with credit by turn. By hand: the mean gap is
+    -0.05, so q = 0.02, and the root is sqrt(1 + 0.0004 / 0.0005)."""
+    mu = torch.full((2,), -0.25, dtype=F64)
+    x = TokenInputs(
+        log_probs=mu + torch.tensor([-0.1, 0.0], dtype=F64),
+        rollout_log_probs=mu,
+        advantages=torch.tensor(advantages, dtype=F64),
+        loss_mask=torch.ones(2, dtype=torch.bool),
+        sequence_ids=torch.zeros(2, dtype=torch.int64),
+    )
+    value, slope = triage.repair(x, recomputed, repair_segment=2, repair=1.0)
+    is_repaired = float(sum(advantages) > 0)
+    root = math.sqrt(1.8)
+    assert value.tolist() == pytest.approx([is_repaired * 0.0005 * (root - 1)] * 2)
+    assert slope.tolist() == pytest.approx([-is_repaired * 0.02 / root] * 2)
+
+
 def test_triage_s_repair_reaches_the_loss_and_stops_at_numbers_that_are_none():
     x, _ = far_responses(1)
     repaired_rows = triage.repair(x, recomputed, repair_segment=128, repair=2.0)[1] != 0

@@ -135,6 +135,11 @@ def test_a_router_of_sigmoids_has_a_bias_that_no_step_moves() -> None:
     )
 
 
+def test_a_router_s_scale_below_one_is_not_dropped() -> None:
+    t = build(replace(GLM, router=replace(SIGMOID, scale=0.5)), {})
+    assert t.moe_router_topk_scaling_factor == 0.5
+
+
 def test_latent_attention_has_the_sizes_of_the_model() -> None:
     t = build(DEEPSEEK, {})
     assert type(t).__name__ == "MLATransformerConfig"
