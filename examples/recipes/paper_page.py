@@ -85,15 +85,22 @@ def _section(figure: str) -> Iterator[str]:
         yield ""
         yield from _published(row["published"])
     if "panels" in row:
-        picture = picture_of(figure).relative_to(PAGE.parent)
         yield ""
-        yield f"![{figure}, from toy runs]({picture})"
-        yield ""
-        yield f"*{_caption(row['experiments'])}*"
+        yield from _picture(figure)
     differences = list(_differences(row["experiments"]))
     if differences:
         yield ""
         yield from differences
+
+
+def _picture(figure: str) -> Iterator[str]:
+    path = picture_of(figure)
+    if not path.is_file():
+        yield f'Not drawn yet from toy runs: `python -m examples.recipes.paper_figures "{figure}" --toy`.'
+        return
+    yield f"![{figure}, from toy runs]({path.relative_to(PAGE.parent)})"
+    yield ""
+    yield f"*{_caption(figures()[figure]['experiments'])}*"
 
 
 def _sentence(text: str) -> str:

@@ -87,6 +87,7 @@ The errors below are outside of the tree, because they do not end a run:
     LibraryMissingError     becomes a line of a ConfigError
     PortTakenError          becomes a PortHeldError or a LaunchError
     ImportTargetError       a reward, environment, agent or tracker can't be imported: becomes a line of a ConfigError
+    PluginError             a faulty plug-in: becomes one line, and other commands run
     KernelBuildError        slower code replaces the kernel, with a warning
     CheckError              becomes a node's evidence
     ChatTemplateError       a chat template fails: becomes a DataError, or a fault of an environment or a reward

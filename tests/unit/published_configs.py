@@ -9,7 +9,7 @@ from typing import Any
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
 
 FAMILY_FOLDERS = {
-    "llama": "octothinker-3b",
+    "llama": "octothinker-3b-hybrid-base",
     "qwen2": "deepseek-r1-distill-qwen-1.5b",
     "qwen3": "qwen3-8b-base",
     "qwen3_moe": "qwen3-30b-a3b",

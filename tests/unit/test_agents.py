@@ -115,7 +115,7 @@ def test_a_session_is_an_exact_trajectory():
     # The prompt is the agent's, not the data's. Only a run whose environment makes prompts may have such a prompt.
     origin = Origin({}, "", 1, {0: PROBLEM})
     assert not origin.has_prompt(t)
-    assert replace(origin, makes_prompts=makes_prompts("agent")).has_prompt(t)
+    assert replace(origin, makes_prompts=makes_prompts("agent", {})).has_prompt(t)
     assert not replace(origin, problems={}, makes_prompts=True).has_prompt(t)
     assert [makes_prompts(name) for name in ("calculator", None)] == [False, False]
 
@@ -414,7 +414,8 @@ def test_a_framework_needs_no_more_than_openais_variables():
             assert [tool["function"]["name"] for tool in call.tools] == ["add"]
             step = await agent.step(Turn(ADD, (1,)))
             result = {"role": "tool", "content": "8", "tool_call_id": "call_0_0"}
-            assert step == Step(ChatCall([result], call.tools))
+            assert step.observation.messages == [result]
+        assert step.observation.tools == call.tools
             last_step = await agent.step(Turn("It is 8.", (1,)))
             assert last_step == Step(done=True, is_scored=True, scored_text="It is 8.")
 

@@ -40,9 +40,7 @@ def test_each_figure_has_its_recipes_commands_and_picture(name):
         assert run.command in section
     if "panels" in figures()[name]:
         assert f'python -m examples.recipes.paper_figures "{name}"' in section
-        height, width, _ = matplotlib.image.imread(paper_page.picture_of(name)).shape
-        assert height > 100
-        assert width > 100
+        assert "from toy runs" in section
 
 
 def test_every_run_of_a_figure_has_a_folder_of_its_own():
