@@ -117,7 +117,7 @@ def test_a_session_is_an_exact_trajectory():
     assert not origin.has_prompt(t)
     assert replace(origin, makes_prompts=makes_prompts("agent", {})).has_prompt(t)
     assert not replace(origin, problems={}, makes_prompts=True).has_prompt(t)
-    assert [makes_prompts(name) for name in ("calculator", None)] == [False, False]
+    assert [makes_prompts(name, {}) for name in ("calculator", None)] == [False, False]
 
 
 def test_tools_are_the_templates_and_their_calls_openais():
@@ -415,7 +415,7 @@ def test_a_framework_needs_no_more_than_openais_variables():
             step = await agent.step(Turn(ADD, (1,)))
             result = {"role": "tool", "content": "8", "tool_call_id": "call_0_0"}
             assert step.observation.messages == [result]
-        assert step.observation.tools == call.tools
+            assert step.observation.tools == call.tools
             last_step = await agent.step(Turn("It is 8.", (1,)))
             assert last_step == Step(done=True, is_scored=True, scored_text="It is 8.")
 

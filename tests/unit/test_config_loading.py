@@ -224,8 +224,8 @@ def test_an_unknown_key_that_resembles_nothing(load):
         ("data.train=[a]", "data.train[0]: got 'a' (str), expected a table"),
         (
             "data.train=[{weight: 1}]",
-            "data.train[0].path: missing, expected text (JSONL, CSV, TSV or Parquet file (text also as .gz), a "
-            "folder of such files, or a glob (docs/data.md))",
+            "data.train[0].path: missing, expected text (JSONL, JSON, CSV, TSV or Parquet file (text also "
+            "compressed), a folder of these, or a glob (docs/data.md))",
         ),
         ("data.evaluation.x={path: 3}", "data.evaluation.x.path: got 3 (int), expected text"),
         ("rollout.stop=x", "rollout.stop: got 'x' (str), expected a list, each item text"),
