@@ -83,7 +83,8 @@ def test_agrees_with_the_dense_twin(backend, dtype, with_entropy, temperature):
     assert (stats.sum_squares is not None) == with_squares
     if with_squares:
         assert not stats.sum_squares.requires_grad
-        relative = {"rtol": tolerance["atol"], "atol": 0}
+        # The squares of all columns are summed: their rounding adds up to more than that of a log-probability.
+        relative = {"rtol": 2 * tolerance["atol"], "atol": 0}
         torch.testing.assert_close(stats.sum_squares.double(), twin.sum_squares, **relative)
 
     loss_of(stats, weights).backward()
