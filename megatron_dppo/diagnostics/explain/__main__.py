@@ -335,8 +335,6 @@ def run_batch_command(
 ) -> int:
     """Call ``act`` with the options; returns 0, or 2 with a message if the input cannot be used."""
     try:
-        if options.limit < 0:
-            raise ValueError(f"--limit {options.limit}: expected 0 (all) or more")
         enter_start_folder(options)
         act(options)
     except (OSError, RunError, ValueError) as error:

@@ -332,7 +332,6 @@ def test_responses_without_a_gradient_are_left_out(model, log_pi, tmp_path, caps
         (["--algorithm", "dppo-exact-tv"], "needs TopK(mu) with K >= "),
         (["--algorithm", "recomputed-exact-tv"], "give these weights with --rollout-policy"),
         (["--policy", "nowhere"], "nowhere: expected a Hugging Face folder"),
-        (["--limit", "-1"], "expected 0 (all) or more"),
     ],
 )
 def test_unusable_input_is_one_message(arguments, message, model, log_pi, tmp_path, capsys):
