@@ -200,7 +200,7 @@ def test_a_run_begun_anew_is_another_run(tmp_path):
 @pytest.mark.parametrize(
     ("names", "complaint"),
     [
-        (["wanbd"], "got 'wanbd', expected one of mlflow, tensorboard, trackio, wandb"),
+        (["wanbd"], "unknown tracker 'wanbd'; there are mlflow, tensorboard, trackio, wandb"),
         (["tensorboard", "tensorboard"], "got 'tensorboard' twice"),
         (["no_such:Tracker"], "'no_such:Tracker' can't be imported: No module named 'no_such'"),
         (["json:Tracker"], "has no attribute 'Tracker'"),
