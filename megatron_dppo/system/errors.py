@@ -92,6 +92,7 @@ The errors below are outside of the tree, because they do not end a run:
     CheckError              becomes a node's evidence
     ChatTemplateError       a chat template fails: becomes a DataError, or a fault of an environment or a reward
     TimeLimitError          a chat template does not end: becomes a ChatTemplateError
+    CompressionError        a data file can't be decompressed: becomes a DataError
     RowError                a record of a published data set is left out, and counted
     UnansweredError         a problem has no answer: it is left out and counted, or a fault of its data set
     WorkerLostError         becomes a VerifierError, a score, a ParserLostError, or a fault of an environment
