@@ -321,7 +321,11 @@ def reads_tool_calls(name: str | None, options: Mapping[str, Any]) -> bool:
     """
     if name is None:
         return False
-    environment = find_environment(name)
+    try:
+        environment = find_environment(name)
+    except ValueError:
+        # The check of the environment reports a name that is none.
+        return False
     decide = getattr(environment, "reads_tool_calls", None)
     if decide is not None:
         return bool(decide(**options))
