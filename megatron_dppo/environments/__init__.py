@@ -297,7 +297,11 @@ def makes_prompts(name: str | None, options: Mapping[str, Any]) -> bool:
     """
     if name is None:
         return False
-    flag = getattr(find_environment(name), "makes_prompts", False)
+    try:
+        flag = getattr(find_environment(name), "makes_prompts", False)
+    except ValueError:
+        # The check of the environment reports a name that is none.
+        return False
     return bool(flag(**options)) if callable(flag) else bool(flag)
 
 
