@@ -87,7 +87,7 @@ def with_file_rules(
 
 def _loaded(loader: Any, name: str | Path, local_files_only: bool) -> PreTrainedTokenizerBase:
     """Load a tokenizer by ``loader.from_pretrained``. Raises DataError."""
-    # Without cleaning up, a decoded text keeps all its spaces, as in SGLang's answers.
+    # The decoded text keeps all its spaces, as SGLang's answers do.
     options = {"local_files_only": local_files_only, "clean_up_tokenization_spaces": False}
     try:
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(str(name), **options)

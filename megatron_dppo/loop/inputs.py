@@ -230,7 +230,7 @@ class RunData:
         max_tokens = self._config.rollout.max_response_tokens
         files = self._config.data.train_files
         faults: dict[str, None] = {}
-        # Without a column, all rewards score the problems of the first file.
+        # All rewards score the problems of the first file, unless a column names a problem's reward.
         for file in files if self._config.reward.column is not None else files[:1]:
             problem_set = self._sets[_name(file)]
             thought = self.reader.open_thought(problem_set.problems[0].prompt_ids)
