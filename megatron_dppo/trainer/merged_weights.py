@@ -33,7 +33,7 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
         self._deltas: dict[ParameterKey, Callable[[], Tensor]] = {}
         self._cache: OrderedDict[ParameterKey, Tensor] = OrderedDict()
         self._held: list[tuple[Tensor, Tensor]] = []
-        """The map from a merged weight's key to the sums of h d and d^2 over its elements. d is ``scale * B A``, h is the
+        """A pair of sums for each merged weight: of h d and of d^2 over its elements. d is ``scale * B A``, h is the
         change of the rounded weight."""
         for adapter in adapters:
             for expert, name in _base_names(adapter, parameters):
