@@ -64,7 +64,7 @@ def _recipe_cell(experiment: str) -> str:
     row = experiments()[experiment]
     if row["recipe"] is None:
         return f"({row['title']})"
-    return f"[`{row['recipe']}`](../examples/recipes/{row['recipe']}.yaml)"
+    return f"`{row['recipe']}`"
 
 
 def _section(figure: str) -> Iterator[str]:

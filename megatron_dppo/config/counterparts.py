@@ -159,7 +159,7 @@ COUNTERPARTS = (
     ),
     _row(
         "algorithm.name",
-        "the mask and the weight; docs/algorithms.md. mu is always the engine's, so no option turns that on",
+        "the mask and the weight. mu is always the engine's, so no option turns that on",
         verl="actor_rollout_ref.actor.policy_loss.loss_mode",
         trl="importance_sampling_level",
         slime="use_tis",
