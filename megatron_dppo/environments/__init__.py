@@ -297,7 +297,11 @@ def makes_prompts(name: str | None, options: Mapping[str, Any]) -> bool:
     """
     if name is None:
         return False
-    flag = getattr(find_environment(name), "makes_prompts", False)
+    try:
+        flag = getattr(find_environment(name), "makes_prompts", False)
+    except ValueError:
+        # The check of the environment reports a name that is none.
+        return False
     return bool(flag(**options)) if callable(flag) else bool(flag)
 
 
@@ -321,7 +325,11 @@ def reads_tool_calls(name: str | None, options: Mapping[str, Any]) -> bool:
     """
     if name is None:
         return False
-    environment = find_environment(name)
+    try:
+        environment = find_environment(name)
+    except ValueError:
+        # The check of the environment reports a name that is none.
+        return False
     decide = getattr(environment, "reads_tool_calls", None)
     if decide is not None:
         return bool(decide(**options))

@@ -17,7 +17,7 @@ from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import sha256_of
 from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory, read_manifest
 
-_NEEDED_FOR_DATA = ("data", "model.hf_checkpoint", "environment.name")
+_NEEDED_FOR_DATA = ("data", "model.hf_checkpoint")
 """Sections and keys without which the data can't be read."""
 _NEEDED_FOR_SCORES = ("reward",)
 """Sections without which responses can't be scored."""
