@@ -1,42 +1,61 @@
-"""The published batch scripts are short and alike, and request the nodes that their recipes fill."""
+"""The published batch scripts are short and alike, and every recipe fills the nodes that are published for it."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from examples.recipes.verdicts import GPUS_PER_NODE, NODES
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.placement import Allocation, Host, Roles, place
 
 ROOT = Path(__file__).resolve().parents[3]
+RECIPES = ROOT / "examples" / "recipes"
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
-RECIPES = {path.stem for path in (ROOT / "examples" / "recipes").glob("*.yaml")} - {"scaling"}
-END = (
-    'exec "${MEGATRON_DPPO_PYTHON:-.venv/bin/python}" -m megatron_dppo slurm supervise '
-    'examples/recipes/%s.yaml "$@"'
-)
+SUPERVISE = 'exec "${MEGATRON_DPPO_PYTHON:-.venv/bin/python}" -m megatron_dppo slurm supervise '
 
 
-def test_every_recipe_has_one():
-    assert {path.stem for path in SCRIPTS} == RECIPES
+def test_two_recipes_have_a_script_and_one_script_takes_any_recipe():
+    assert [path.stem for path in SCRIPTS] == ["qwen3_30b_a3b", "qwen3_30b_a3b_r3", "train"]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_it_asks_for_what_its_recipe_fills_and_ends_in_the_supervisor(path):
+def test_a_script_has_the_options_of_a_run_and_ends_in_the_supervisor(path):
     text = path.read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    assert lines == ["set -euo pipefail", END % path.stem]
     for wanted in ("##SBATCH --account=", "##SBATCH --partition=", "# export MEGATRON_DPPO_SITE="):
         assert f"\n{wanted}" in text  # users who need this line uncomment it
-    config = load_config(ROOT / "examples" / "recipes" / f"{path.stem}.yaml")
-    roles = Roles.of(config.parallel.world_size, ServerSections.needed_by(config))
-    nodes, gpus = int(options["nodes"]), int(options["gpus-per-node"])
-    hosts = tuple(Host(f"n{i}", f"n{i}", gpus) for i in range(nodes))
-    assert place(roles, Allocation(hosts)).unused == ()
     assert {"exclusive", "requeue"} <= options.keys()
+    assert options["gpus-per-node"] == "8"
     assert options["open-mode"] == "append"
     assert options["signal"] == "B:USR1@900"
+    words = '"$@"'
+    if path.stem != "train":
+        assert int(options["nodes"]) == NODES[path.stem]
+        words = f'examples/recipes/{path.stem}.yaml "$@"'
+    assert text.splitlines()[-1] == SUPERVISE + words
+
+
+def test_every_recipe_has_a_number_of_nodes():
+    parts_of_recipes = {"scaling"}
+    assert {path.stem for path in RECIPES.glob("*.yaml")} - parts_of_recipes == NODES.keys()
+
+
+@pytest.mark.parametrize("recipe", sorted(NODES))
+def test_a_recipe_fills_its_nodes(recipe):
+    config = load_config(RECIPES / f"{recipe}.yaml")
+    roles = Roles.of(config.parallel.world_size, ServerSections.needed_by(config))
+    gpus = GPUS_PER_NODE.get(recipe, 8)
+    hosts = tuple(Host(f"n{i}", f"n{i}", gpus) for i in range(NODES[recipe]))
+    assert place(roles, Allocation(hosts)).unused == ()
+
+
+def test_the_script_for_any_recipe_expects_one():
+    command = ["bash", ROOT / "slurm" / "train.sbatch"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "expected a recipe" in done.stderr
