@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, Flag, auto
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -82,6 +82,28 @@ def read_value(annotation: Any, value: Any) -> Any:
     except ValidationError as error:
         raise ValueError(f"expected {expectation(annotation)}") from error
 
+
+class OptionFact(Flag):
+    """What the project knows of a library's option, and which of its programs read the option."""
+
+    KNOWN = auto()
+    """Its effect on a run was tested, read in the library's source, or seen in the options that SGLang chose for an
+    H100 (``tests/gpu_evidence``). An option of SGLang with this flag changes neither the layout of weights nor the
+    recorded data."""
+    COUNTED = auto()
+    """A formula of the planner reads it."""
+    NUMBER = auto()
+    """The planner, or the placement of servers on devices, calculates with it."""
+    SIZE = auto()
+    """It depends on the number of a server's GPUs, or on their memory. A rehearsal chooses its own."""
+    ON_CPU = auto()
+    """It has the same meaning on CPU and GPU. A rehearsal on CPUs leaves out all other options of SGLang."""
+    GPU_ONLY = auto()
+    """It chooses GPU kernels or GPU memory. A rehearsal on CPUs leaves it out."""
+
+
+_KNOWN, _COUNTED, _NUMBER = OptionFact.KNOWN, OptionFact.COUNTED, OptionFact.NUMBER
+_SIZE, _ON_CPU, _GPU_ONLY = OptionFact.SIZE, OptionFact.ON_CPU, OptionFact.GPU_ONLY
 
 _CHECKPOINT = "model.hf_checkpoint's config.json"
 
@@ -247,55 +269,66 @@ MEGATRON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Field of MEGATRON_UNUSABLE -> the values that turn it off, if they differ from ``_USUALLY_OFF``."""
 
-MEGATRON_KNOWN: frozenset[str] = frozenset(
-    (
-        "attention_backend",
-        "attention_softmax_in_fp32",
-        "barrier_with_L1_time",
-        "batch_p2p_comm",
-        "batch_p2p_sync",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "masked_softmax_fusion",
-        "apply_rope_fusion",
-        "persist_layer_norm",
-        "memory_efficient_layer_norm",
-        "gradient_accumulation_fusion",
-        "cp_comm_type",
-        "deallocate_pipeline_outputs",
-        "deterministic_mode",
-        "disable_bf16_reduced_precision_matmul",
-        "distribute_saved_activations",
-        "fp8",
-        "fp8_recipe",
-        "fp8_margin",
-        "fp8_interval",
-        "fp8_amax_history_len",
-        "fp8_amax_compute_algo",
-        "fp8_wgrad",
-        "first_last_layers_bf16",
-        "num_layers_at_start_in_bf16",
-        "num_layers_at_end_in_bf16",
-        "init_method_std",
-        "embedding_init_method_std",
-        "perform_initialization",
-        "use_cpu_initialization",
-        "microbatch_group_size_per_vp_stage",
-        "moe_grouped_gemm",
-        "moe_permute_fusion",
-        "moe_per_layer_logging",
-        "moe_router_dtype",
-        "moe_router_fusion",
-        "moe_router_padding_for_quantization",
-        "moe_router_padding_for_fp8",
-        "moe_token_dispatcher_type",
-        "overlap_p2p_comm",
-        "recompute_method",
-        "recompute_modules",
-        "recompute_num_layers",
-    )
-)
-"""Fields of TransformerConfig whose effect on a run was tested or read in Megatron-Core's source."""
+MEGATRON_OPTIONS: Mapping[str, OptionFact] = {
+    "attention_backend": _KNOWN | _GPU_ONLY,
+    "attention_softmax_in_fp32": _KNOWN,
+    "barrier_with_L1_time": _KNOWN,
+    "batch_p2p_comm": _KNOWN,
+    "batch_p2p_sync": _KNOWN,
+    "bias_activation_fusion": _KNOWN | _GPU_ONLY,
+    "bias_dropout_fusion": _KNOWN | _GPU_ONLY,
+    "masked_softmax_fusion": _KNOWN | _GPU_ONLY,
+    "apply_rope_fusion": _KNOWN | _GPU_ONLY,
+    "persist_layer_norm": _KNOWN,
+    "memory_efficient_layer_norm": _KNOWN,
+    "gradient_accumulation_fusion": _KNOWN | _GPU_ONLY,
+    "cp_comm_type": _KNOWN | _COUNTED,
+    "deallocate_pipeline_outputs": _KNOWN,
+    "deterministic_mode": _KNOWN | _GPU_ONLY,
+    "disable_bf16_reduced_precision_matmul": _KNOWN,
+    "distribute_saved_activations": _KNOWN,
+    "fp8": _KNOWN | _COUNTED | _GPU_ONLY,
+    "fp8_recipe": _KNOWN | _COUNTED | _GPU_ONLY,
+    "fp8_margin": _KNOWN | _GPU_ONLY,
+    "fp8_interval": _KNOWN,
+    "fp8_amax_history_len": _KNOWN | _GPU_ONLY,
+    "fp8_amax_compute_algo": _KNOWN | _GPU_ONLY,
+    "fp8_wgrad": _KNOWN,
+    "first_last_layers_bf16": _KNOWN,
+    "num_layers_at_start_in_bf16": _KNOWN,
+    "num_layers_at_end_in_bf16": _KNOWN,
+    "init_method_std": _KNOWN,
+    "embedding_init_method_std": _KNOWN,
+    "perform_initialization": _KNOWN,
+    "use_cpu_initialization": _KNOWN,
+    "microbatch_group_size_per_vp_stage": _KNOWN,
+    "moe_grouped_gemm": _KNOWN,
+    "moe_permute_fusion": _KNOWN | _GPU_ONLY,
+    "moe_per_layer_logging": _KNOWN,
+    "moe_router_dtype": _KNOWN,
+    "moe_router_fusion": _KNOWN | _GPU_ONLY,
+    "moe_router_padding_for_quantization": _KNOWN,
+    "moe_router_padding_for_fp8": _KNOWN,
+    "moe_token_dispatcher_type": _KNOWN,
+    "overlap_p2p_comm": _KNOWN,
+    "recompute_method": _KNOWN,
+    "recompute_modules": _KNOWN | _GPU_ONLY,
+    "recompute_num_layers": _KNOWN,
+    **dict.fromkeys(
+        (
+            "fp8_param",
+            "fp4",
+            "cuda_graph_impl",
+            "enable_cuda_graph",
+            "external_cuda_graph",
+            "cuda_graph_scope",
+            "tp_comm_overlap",
+            "cpu_offloading",
+        ),
+        _GPU_ONLY,
+    ),
+}
+"""Field of TransformerConfig -> what is known of it."""
 
 MEGATRON_WITHOUT_REPLAY: Mapping[str, str] = {
     "moe_router_fusion": "the fused router takes no recorded choice",
@@ -431,104 +464,101 @@ SGLANG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Field of SGLANG_UNUSABLE -> the values that turn it off, if they differ from ``_USUALLY_OFF``."""
 
-SGLANG_KNOWN: frozenset[str] = frozenset(
-    (
-        # Memory and batching.
-        "mem_fraction_static",
-        "max_running_requests",
-        "max_queued_requests",
-        "max_total_tokens",
-        "max_prefill_tokens",
-        "prefill_max_requests",
-        "chunked_prefill_size",
-        "context_length",
-        "kv_cache_dtype",
-        "page_size",
-        "disable_radix_cache",
-        "radix_eviction_policy",
-        "schedule_policy",
-        "schedule_conservativeness",
-        "disable_overlap_schedule",
-        "enable_mixed_chunk",
-        "num_continuous_decode_steps",
-        "scheduler_recv_interval",
-        "enable_memory_saver",
-        # Devices and processes.
-        "tp_size",
-        "ep_size",
-        "attn_dp_size",
-        "dp_size",
-        "enable_dp_attention",
-        "enable_dp_lm_head",
-        "base_gpu_id",
-        "gpu_id_step",
-        "numa_node",
-        "nccl_port",
-        "dist_timeout",
-        "watchdog_timeout",
-        "soft_watchdog_timeout",
-        "sleep_on_idle",
-        "gc_threshold",
-        "disable_custom_all_reduce",
-        # Kernels.
-        "attention_backend",
-        "decode_attention_backend",
-        "prefill_attention_backend",
-        "sampling_backend",
-        "grammar_backend",
-        "moe_runner_backend",
-        "triton_attention_reduce_in_fp32",
-        "triton_attention_num_kv_splits",
-        "triton_attention_split_tile_size",
-        "enable_deterministic_inference",
-        "cuda_graph_config",
-        "cuda_graph_backend_decode",
-        "cuda_graph_backend_prefill",
-        "cuda_graph_max_bs_decode",
-        "cuda_graph_max_bs_prefill",
-        "cuda_graph_bs_decode",
-        "cuda_graph_bs_prefill",
-        "disable_cuda_graph_padding",
-        # Speculation.
-        speculation.ALGORITHM,
-        *speculation.NGRAM_OPTIONS,
-        # Adapters.
-        "enable_lora",
-        "max_lora_rank",
-        "lora_target_modules",
-        "lora_backend",
-        "max_loras_per_batch",
-        "max_loaded_loras",
-        # Loading.
-        "load_format",
-        "model_impl",
-        "trust_remote_code",
-        "weight_loader_disable_mmap",
-        "weight_loader_prefetch_checkpoints",
-        "weight_loader_prefetch_num_threads",
-        "weight_loader_drop_cache_after_load",
-        "skip_server_warmup",
-        "served_model_name",
-        # Answers and records.
-        "stream_interval",
-        "reasoning_parser",
-        "tool_call_parser",
-        "log_level",
-        "log_level_http",
-        "log_requests",
-        "log_requests_level",
-        "log_requests_format",
-        "decode_log_interval",
-        "crash_dump_folder",
-        "show_time_cost",
-        "enable_metrics",
-        "enable_mfu_metrics",
-        "enable_cache_report",
-        "enable_request_time_stats_logging",
-    )
-)
-"""Fields of ServerArgs that do not change the layout of weights or the recorded data. This was tested, read in SGLang's
-source, or seen in the options that SGLang chose for an H100 (``tests/gpu_evidence``)."""
+SGLANG_OPTIONS: Mapping[str, OptionFact] = {
+    # Memory and batching.
+    "mem_fraction_static": _KNOWN | _COUNTED | _NUMBER | _SIZE,
+    "max_running_requests": _KNOWN | _COUNTED | _NUMBER,
+    "max_queued_requests": _KNOWN,
+    "max_total_tokens": _KNOWN,
+    "max_prefill_tokens": _KNOWN | _ON_CPU,
+    "prefill_max_requests": _KNOWN,
+    "chunked_prefill_size": _KNOWN | _COUNTED | _NUMBER | _ON_CPU,
+    "context_length": _KNOWN,
+    "kv_cache_dtype": _KNOWN | _COUNTED,
+    "page_size": _KNOWN,
+    "disable_radix_cache": _KNOWN | _ON_CPU,
+    "radix_eviction_policy": _KNOWN,
+    "schedule_policy": _KNOWN | _ON_CPU,
+    "schedule_conservativeness": _KNOWN | _ON_CPU,
+    "disable_overlap_schedule": _KNOWN | _ON_CPU,
+    "enable_mixed_chunk": _KNOWN | _ON_CPU,
+    "num_continuous_decode_steps": _KNOWN,
+    "scheduler_recv_interval": _KNOWN,
+    "enable_memory_saver": _KNOWN,
+    # Devices and processes.
+    "tp_size": _KNOWN | _COUNTED | _NUMBER | _SIZE,
+    "ep_size": _KNOWN | _COUNTED | _NUMBER | _SIZE,
+    "attn_dp_size": _KNOWN | _COUNTED | _NUMBER | _SIZE,
+    "dp_size": _KNOWN | _COUNTED | _NUMBER | _SIZE,
+    "enable_dp_attention": _KNOWN | _COUNTED | _SIZE,
+    "enable_dp_lm_head": _KNOWN | _COUNTED | _SIZE,
+    "base_gpu_id": _KNOWN | _COUNTED | _NUMBER | _SIZE,
+    "gpu_id_step": _KNOWN,
+    "numa_node": _KNOWN,
+    "nccl_port": _KNOWN,
+    "dist_timeout": _KNOWN,
+    "watchdog_timeout": _KNOWN | _ON_CPU,
+    "soft_watchdog_timeout": _KNOWN,
+    "sleep_on_idle": _KNOWN,
+    "gc_threshold": _KNOWN,
+    "disable_custom_all_reduce": _KNOWN,
+    # Kernels.
+    "attention_backend": _KNOWN,
+    "decode_attention_backend": _KNOWN,
+    "prefill_attention_backend": _KNOWN,
+    "sampling_backend": _KNOWN,
+    "grammar_backend": _KNOWN,
+    "moe_runner_backend": _KNOWN,
+    "triton_attention_reduce_in_fp32": _KNOWN,
+    "triton_attention_num_kv_splits": _KNOWN,
+    "triton_attention_split_tile_size": _KNOWN,
+    "enable_deterministic_inference": _KNOWN,
+    "cuda_graph_config": _KNOWN,
+    "cuda_graph_backend_decode": _KNOWN,
+    "cuda_graph_backend_prefill": _KNOWN,
+    "cuda_graph_max_bs_decode": _KNOWN,
+    "cuda_graph_max_bs_prefill": _KNOWN,
+    "cuda_graph_bs_decode": _KNOWN,
+    "cuda_graph_bs_prefill": _KNOWN,
+    "disable_cuda_graph_padding": _KNOWN,
+    # Speculation.
+    speculation.ALGORITHM: _KNOWN,
+    **dict.fromkeys(speculation.NGRAM_OPTIONS, _KNOWN),
+    # Adapters.
+    "enable_lora": _KNOWN,
+    "max_lora_rank": _KNOWN,
+    "lora_target_modules": _KNOWN,
+    "lora_backend": _KNOWN,
+    "max_loras_per_batch": _KNOWN,
+    "max_loaded_loras": _KNOWN,
+    # Loading.
+    "load_format": _KNOWN,
+    "model_impl": _KNOWN,
+    "trust_remote_code": _KNOWN | _ON_CPU,
+    "weight_loader_disable_mmap": _KNOWN,
+    "weight_loader_prefetch_checkpoints": _KNOWN,
+    "weight_loader_prefetch_num_threads": _KNOWN,
+    "weight_loader_drop_cache_after_load": _KNOWN,
+    "skip_server_warmup": _KNOWN,
+    "served_model_name": _KNOWN,
+    # Answers and records.
+    "stream_interval": _KNOWN | _ON_CPU,
+    "reasoning_parser": _KNOWN,
+    "tool_call_parser": _KNOWN,
+    "log_level": _KNOWN | _ON_CPU,
+    "log_level_http": _KNOWN,
+    "log_requests": _KNOWN | _ON_CPU,
+    "log_requests_level": _KNOWN,
+    "log_requests_format": _KNOWN,
+    "decode_log_interval": _KNOWN,
+    "crash_dump_folder": _KNOWN,
+    "show_time_cost": _KNOWN,
+    "enable_metrics": _KNOWN,
+    "enable_mfu_metrics": _KNOWN,
+    "enable_cache_report": _KNOWN,
+    "enable_request_time_stats_logging": _KNOWN,
+}
+"""Field of ServerArgs -> what is known of it."""
 
 _USUALLY_OFF: tuple[Any, ...] = (None, 0, "", "null", "none", "{}", [], {})
 """Values, besides false, that turn most options off."""
@@ -556,7 +586,7 @@ class ForwardedTable:
         fixed: option -> reason why nothing may set it.
         off: option -> reason why it must be off.
         neutral: option of ``off`` -> values that turn it off, if they differ from ``_USUALLY_OFF``.
-        known: options whose effect on a run is known. None: there is no list, and ``untried`` yields no warnings.
+        options: option -> what is known of it. If no option has the flag KNOWN, ``untried`` yields no warnings.
     """
 
     name: str
@@ -564,7 +594,7 @@ class ForwardedTable:
     fixed: Mapping[str, str]
     off: Mapping[str, str] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    known: frozenset[str] | None = None
+    options: Mapping[str, OptionFact] = field(default_factory=dict)
 
     def faults(self, values: Mapping[str, Any]) -> Iterator[str]:
         """Yield a line for each key that the user must not set here."""
@@ -580,14 +610,19 @@ class ForwardedTable:
 
     def untried(self, values: Mapping[str, Any]) -> Iterator[str]:
         """Yield a warning for each free key whose effect on a run is not known."""
-        if self.known is None:
+        known_options = self.options_with(OptionFact.KNOWN)
+        if not known_options:
             return
         for key, value in self.free(values).items():
-            if key not in self.known and key not in self.off and not _is_off(value):
+            if key not in known_options and key not in self.off and not _is_off(value):
                 yield (
                     f"{self.name}.{key}: got {given(value)}, which is passed on, but its effect on a run is not known: "
                     "compare the first steps with a run without it"
                 )
+
+    def options_with(self, fact: OptionFact) -> list[str]:
+        """Return the options of which ``fact`` is known."""
+        return [name for name, facts in self.options.items() if fact in facts]
 
     def leaves_off(self, key: str, value: Any) -> bool:
         """Whether ``value`` turns the option ``key`` off."""
@@ -641,10 +676,15 @@ class _SglangTable(ForwardedTable):
 
 
 MEGATRON = _MegatronTable(
-    "megatron", MEGATRON_OWNED, MEGATRON_FIXED, MEGATRON_UNUSABLE, MEGATRON_NEUTRAL, MEGATRON_KNOWN
+    "megatron",
+    MEGATRON_OWNED,
+    MEGATRON_FIXED,
+    MEGATRON_UNUSABLE,
+    MEGATRON_NEUTRAL,
+    MEGATRON_OPTIONS,
 )
 SGLANG = _SglangTable(
-    "sglang", SGLANG_OWNED, SGLANG_FIXED, SGLANG_UNUSABLE, SGLANG_NEUTRAL, SGLANG_KNOWN
+    "sglang", SGLANG_OWNED, SGLANG_FIXED, SGLANG_UNUSABLE, SGLANG_NEUTRAL, SGLANG_OPTIONS
 )
 
 
@@ -750,9 +790,14 @@ DDP = ForwardedTable(
             _WHOLE_PARAMETERS,
         ),
     },
+    options={"grad_reduce_in_fp32": _COUNTED},
 )
 """Fields of megatron.core's DistributedDataParallelConfig."""
 
+PRECISION_AWARE = "use_precision_aware_optimizer"
+OFFLOAD = "optimizer_cpu_offload"
+OFFLOAD_FRACTION = "optimizer_offload_fraction"
+MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _ADAM_ONLY = "the optimizer is Adam"
 _NO_LOSS_SCALE = "bfloat16 needs no loss scale"
 _FP32_MASTERS = "checkpoints hold the fp32 master of each weight"
@@ -812,6 +857,7 @@ OPTIMIZER = ForwardedTable(
         "use_torch_optimizer_for_cpu_offload": "Megatron-Core steps offloaded state by torch's Adam in any case",
         "timers": "a Python function, which YAML can't hold",
     },
+    options=dict.fromkeys((PRECISION_AWARE, OFFLOAD, OFFLOAD_FRACTION, *MOMENT_DTYPES), _COUNTED),
 )
 """Fields of megatron.core's OptimizerConfig."""
 
@@ -834,12 +880,6 @@ def training_faults(
         )
     yield from OPTIMIZER.faults(optimizer)
     yield from _optimizer_memory_faults(optimizer, distributed, dtype)
-
-
-PRECISION_AWARE = "use_precision_aware_optimizer"
-OFFLOAD = "optimizer_cpu_offload"
-OFFLOAD_FRACTION = "optimizer_offload_fraction"
-MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def offloaded_fraction(optimizer: Mapping[str, Any]) -> float:
@@ -905,3 +945,9 @@ def adam_faults(optimizer: Mapping[str, Any], *, has_fused_adam: bool) -> Iterat
             f"megatron_optimizer.{PRECISION_AWARE}: got true, expected Transformer Engine in this environment, or "
             f"megatron_optimizer.{OFFLOAD}: true with it: only Transformer Engine's Adam has such state"
         )
+
+
+TABLES: Mapping[str, ForwardedTable] = {
+    table.name: table for table in (MEGATRON, DDP, OPTIMIZER, SGLANG)
+}
+"""Section -> its table."""

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.errors import given
-from megatron_dppo.config.forwarded import is_blockwise
+from megatron_dppo.config.forwarded import SGLANG, OptionFact, is_blockwise
 from megatron_dppo.config.schema import EngineConfig, TrainConfig
+from megatron_dppo.model.engine_layout import server_ranks
 from megatron_dppo.system.files import folder_fault
 from megatron_dppo.system.gpus import has_hopper
 from megatron_dppo.system.interfaces import InterfaceError, interface_address
@@ -79,20 +80,6 @@ _MISSING_PACKAGES_PROGRAM = (
 """Program that takes names of packages, and prints as JSON the names that its interpreter can't find."""
 
 
-_SERVER_SIZES = (
-    "tp_size",
-    "pp_size",
-    "ep_size",
-    "attn_dp_size",
-    "dp_size",
-    "base_gpu_id",
-    "mem_fraction_static",
-    "max_running_requests",
-    "chunked_prefill_size",
-)
-"""Keys of the ``sglang:`` table with the sizes that the planner and the placement of servers on devices read."""
-
-
 @dataclass(frozen=True)
 class Machine:
     """Resources of a machine for a run. ``open_files``: limit of one process; ``memory_bytes``: memory of the host."""
@@ -128,7 +115,7 @@ def has_server_sizes(sglang: Mapping[str, Any]) -> bool:
 
 def server_size_faults(sglang: Mapping[str, Any]) -> Iterator[str]:
     """Report sizes of a server in the ``sglang:`` table that are no numbers. A missing size is left to SGLang."""
-    for key in _SERVER_SIZES:
+    for key in SGLANG.options_with(OptionFact.NUMBER):
         size = sglang.get(key)
         is_share = key == "mem_fraction_static"
         has_fraction = isinstance(size, float)
@@ -167,9 +154,7 @@ def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
             yield f"GPUs: {ranks} ranks need one each, this machine has {machine.gpus}"
         # The limit for the processes of a core is for machines without GPUs.
         return
-    sglang = config.sglang
-    ranks_per_server = int(sglang.get("tp_size") or 1) * int(sglang.get("pp_size") or 1)
-    processes = ranks + servers * ranks_per_server
+    processes = ranks + servers * server_ranks(config.sglang)
     max_per_core = config.run.processes_per_core
     if processes > max_per_core * machine.cores:
         yield (

@@ -18,7 +18,7 @@ from megatron_dppo.config.data_schema import EnvironmentConfig
 from megatron_dppo.config.forwarded import EXPERT_KERNEL
 from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.engine.direct_loading import ATOMIC_VARIABLE
-from megatron_dppo.model.engine_layout import attention_replicas, current_names
+from megatron_dppo.model.engine_layout import attention_replicas, current_names, server_ranks
 from megatron_dppo.model.families import family_of, load_model_shape, missing_engine_keys
 from megatron_dppo.model.quantization import SCHEME
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
@@ -317,7 +317,7 @@ def server_environment(config: ServerSections, hosts: ServerHosts | None = None)
         # By default SGLang keeps the last tokens before a convolution in bfloat16, even if the model has another dtype.
         env["SGLANG_MAMBA_CONV_DTYPE"] = config.model.dtype
     if engine_device(config.engine) == "cpu":
-        ranks = config.sglang.get("tp_size") or 1
+        ranks = server_ranks(config.sglang)
         env["SGLANG_PLATFORM"] = "torch_cpu"
         # Two threads that wait for each other while the trainer uses a core are 20 times slower than one thread. A user
         # can set the variable for a large model on its own cores.

@@ -14,6 +14,7 @@ from math import ceil
 
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.logging import aligned
+from megatron_dppo.model.engine_layout import server_ranks
 from megatron_dppo.system.errors import RunError
 
 
@@ -221,19 +222,13 @@ class Roles:
         if sections is None:
             return cls(ranks)
         engine, table = sections.engine, sections.sglang
-        # With data-parallel attention, SGLang's replicas share the devices of tp_size. Without it, each replica has
-        # tp_size * pp_size devices.
-        replicas = 1
-        if not table.get("enable_dp_attention"):
-            replicas = table.get("dp_size") or 1
-        size = int((table.get("tp_size") or 1) * (table.get("pp_size") or 1) * replicas)
         first_device = table.get("base_gpu_id")
         if engine.placement == "colocated":
             first_device = 0
         return cls(
             ranks,
             engine.servers_to_start,
-            server_devices=size,
+            server_devices=server_ranks(table),
             first_device=first_device,
             port=engine.port,
             router=engine.uses_router,

@@ -33,6 +33,14 @@ def attention_replicas(options: Mapping[str, Any]) -> int:
     return int(current_names(options).get(REPLICAS) or 1)
 
 
+def server_ranks(options: Mapping[str, Any]) -> int:
+    """Return the number of ranks of a server in SGLang's ``options``. Each rank has a device of its own.
+
+    Attention replicas and experts are divided among these ranks. A server has no pipeline stages.
+    """
+    return int(options.get("tp_size") or 1)
+
+
 @dataclass(frozen=True)
 class EngineLayout:
     """Sizes of an SGLang server: ``--tp-size``, ``--ep-size`` and ``--attn-dp-size``.
@@ -58,7 +66,7 @@ class EngineLayout:
         """Return the layout in SGLang's ``options``, or in a server's ``/server_info``; raises LayoutError."""
         replicas = attention_replicas(options)
         return cls(
-            int(options.get("tp_size") or 1),
+            server_ranks(options),
             int(options.get("ep_size") or 1),
             replicas,
             replicas > 1 and bool(options.get("enable_dp_lm_head")),

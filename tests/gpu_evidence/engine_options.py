@@ -160,7 +160,7 @@ NUMBERS: dict[str, Any] = {
     "load_format": "dummy",
     "gc_threshold": [1000],
 }
-"""A value of each option of SGLANG_KNOWN that takes numbers or text."""
+"""A value of each option of SGLANG_OPTIONS that takes numbers or text."""
 
 
 MOST_VALUES = 5
@@ -171,7 +171,7 @@ def layouts() -> dict[str, Any]:
     """Return, by ``option=value``, the options of LAYOUT that SGLang then resolves differently; text if it refuses."""
     from sglang.srt.server_args import ServerArgs
 
-    from megatron_dppo.config.forwarded import SGLANG_KNOWN
+    from megatron_dppo.config.forwarded import SGLANG_OPTIONS
 
     pretend()
     recipe = RECIPES / "qwen3_30b_a3b_r3.yaml"
@@ -181,7 +181,7 @@ def layouts() -> dict[str, Any]:
     candidates = [*MOVING.items(), *NUMBERS.items()]
     for action in parser._actions:
         # Another test checks the kernels of the experts.
-        if action.dest not in SGLANG_KNOWN - NUMBERS.keys() - {"moe_runner_backend"}:
+        if action.dest not in SGLANG_OPTIONS.keys() - NUMBERS.keys() - {"moe_runner_backend"}:
             continue
         values = list(action.choices or [])[:MOST_VALUES]
         if action.nargs == 0 and action.const is not None:

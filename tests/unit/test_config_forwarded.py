@@ -20,6 +20,7 @@ from megatron_dppo.config.forwarded import (
     SGLANG,
     SGLANG_FIXED,
     SGLANG_OWNED,
+    OptionFact,
     adam_faults,
     is_blockwise,
     precision_faults,
@@ -376,13 +377,14 @@ def test_the_lists_fit_the_library(table):
     fields = server_args_fields() if table is SGLANG else library_fields(table.name)
     settable = fields.types.keys() - fields.computed
     assert table.off.keys() <= settable
-    assert table.known <= settable
+    assert table.options.keys() <= settable
+    known_options = table.options_with(OptionFact.KNOWN)
     assert table.neutral.keys() <= table.off.keys()
-    assert not table.known & ({*table.owned, *table.fixed, *table.off})
+    assert not {*table.owned, *table.fixed, *table.off}.intersection(known_options)
     library_defaults = read_library_defaults(table)
     off_defaults = {name: library_defaults[name] for name in table.off if name in library_defaults}
     assert not list(table.faults(off_defaults))
-    assert not list(table.untried({name: 7 for name in table.known}))
+    assert not list(table.untried(dict.fromkeys(known_options, 7)))
 
 
 def test_what_nobody_has_tried_is_passed_on_with_a_warning(problems):

@@ -159,7 +159,6 @@ def config(tmp_path, **sections) -> TrainConfig:
         ({"sglang": {"tp_size": 4}}, 5),
         ({"sglang": {"tp_size": 4, "base_gpu_id": 0}}, 4),
         ({"parallel": {"world_size": 4}, "engine": {"servers": 2}, "sglang": {"tp_size": 2}}, 8),
-        ({"sglang": {"tp_size": 2, "dp_size": 2}}, 5),
         ({"sglang": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}}, 3),
         ({"parallel": {"world_size": 2}, "engine": {"servers": 9, "device": "cpu"}}, 1),
         ({"parallel": {"world_size": 2}, "rollout": {"replay_from": "x"}}, 2),

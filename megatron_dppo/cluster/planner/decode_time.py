@@ -66,23 +66,6 @@ def network_seconds(
     return (reductions + 1) * latency + network_bytes / rate
 
 
-def hand_over_seconds(
-    shape: ModelShape,
-    engine: EngineFacts,
-    cluster: Cluster,
-    tokens: float,
-) -> float:
-    """Return the seconds in which a pipeline stage sends ``tokens`` hidden states (bf16) to a stage on another node.
-
-    Each GPU of the stage sends its part through its own network port: latency + bytes / rate. The result is 0 if all
-    stages are on one node.
-    """
-    if engine.pipeline == 1 or engine.gpus <= cluster.gpus_per_node:
-        return 0.0
-    bytes_per_gpu = tokens * shape.hidden_size * _ITEM / engine.layout.tensor
-    return cluster.network_latency + bytes_per_gpu / (cluster.device.network * LINK_EFFICIENCY)
-
-
 HBM_EFFICIENCY = 0.7
 """Share of the memory's rate that decoding reaches when it reads dense weights and KV cache. Published runs of dense
 models agree with this share (docs/evidence/scale.md)."""
@@ -119,21 +102,16 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     it reads the KV cache of its replica's sequences, and a larger share of attention's weights. Attention replicas also
     make attention's collectives smaller, but the formula does not count that.
 
-    With p pipeline stages, the batch is split into p parts. At any time each stage (1 / p of the layers) computes a
-    different part, and in a step each part passes all stages. A step then takes p x the seconds in which one stage
-    computes one part and sends the part's hidden states to the next stage. Each stage reads its weights p times.
-
     Block-FP8 weights halve the bytes of linear layers and experts. FLOPs count at the bf16 peak, because no rate of FP8
     kernels was measured here.
     """
     shape = facts.trainer.shape
     engine = facts.engine
     device = cluster.device
-    stages = engine.pipeline
-    part = max(1.0, running / stages)
+    tokens = max(1.0, running)
     replicas = engine.layout.attention_replicas
-    touched = touched_parameters(shape, part)
-    cache_bytes = part / replicas * context * kv_bytes_per_token(shape, engine)
+    touched = touched_parameters(shape, tokens)
+    cache_bytes = tokens / replicas * context * kv_bytes_per_token(shape, engine)
     dense_bytes = touched.dense * _ITEM
     expert_bytes = touched.experts * _ITEM
     # ``dense_bytes`` has one copy of attention's weights. Each further replica has another copy.
@@ -148,14 +126,11 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     read_seconds = (dense_bytes / engine.gpus + cache_bytes) / (device.hbm * HBM_EFFICIENCY)
     read_seconds += expert_bytes / engine.gpus / (device.hbm * EXPERT_EFFICIENCY)
     # ``attention_flops`` is the mean over a causal sequence: the last token attends to twice as many tokens.
-    flops = part * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
+    flops = tokens * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
     math_seconds = flops / (device.flops * PREFILL_UTILISATION)
-    overhead = DECODE_OVERHEAD + hand_over_seconds(shape, engine, cluster, part)
-    seconds = stages * (max(read_seconds, math_seconds) + overhead)
-    # In a step, each stage runs its collectives p times, once for each part. These are as many as the collectives of
-    # all layers for one part, which the next two terms count.
-    seconds += reduce_seconds(shape, engine, device, part)
-    seconds += network_seconds(shape, engine, cluster, part, part)
+    seconds = max(read_seconds, math_seconds) + DECODE_OVERHEAD
+    seconds += reduce_seconds(shape, engine, device, tokens)
+    seconds += network_seconds(shape, engine, cluster, tokens, tokens)
     return seconds + running * SEQUENCE_OVERHEAD
 
 

@@ -18,10 +18,9 @@ from megatron_dppo.algorithms.table import AlgorithmFacts
 from megatron_dppo.config import ConfigError
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.forwarded import (
-    MOMENT_DTYPES,
-    OFFLOAD,
-    OFFLOAD_FRACTION,
     PRECISION_AWARE,
+    TABLES,
+    OptionFact,
     moment_dtypes,
     offloaded_fraction,
 )
@@ -222,17 +221,6 @@ PACKING = 0.9
 divided between micro-batches."""
 EVALUATION_PROBLEMS = 30
 """Assumed problems of a held-out set if they can't be counted on this machine: as many as AIME has."""
-_COUNTED = {
-    "megatron": {"fp8", "fp8_recipe", "cp_comm_type"},
-    "megatron_ddp": {"grad_reduce_in_fp32"},
-    "megatron_optimizer": {PRECISION_AWARE, OFFLOAD, OFFLOAD_FRACTION, *MOMENT_DTYPES},
-    "sglang": {
-        "tp_size", "ep_size", "pp_size", "attn_dp_size", "enable_dp_attention", "dp_size", "enable_dp_lm_head",
-        "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
-        "kv_cache_dtype", "base_gpu_id",
-    },
-}  # fmt: skip
-"""Keys in the configuration's library tables that a formula reads."""
 
 
 _FLOAT = 4
@@ -420,8 +408,7 @@ class EngineFacts:
 
     Attributes:
         servers: number of servers.
-        layout: the layout of each pipeline stage of a server.
-        pipeline: number of pipeline stages of a server.
+        layout: the layout of a server.
         memory_fraction: SGLang's ``mem_fraction_static``; None if SGLang chooses the value.
         max_running: SGLang's ``max_running_requests``; None if SGLang chooses the value.
         chunked_prefill: SGLang's ``chunked_prefill_size``; None if SGLang chooses the value.
@@ -431,7 +418,6 @@ class EngineFacts:
 
     servers: int
     layout: EngineLayout
-    pipeline: int
     memory_fraction: float | None
     max_running: int | None
     chunked_prefill: int | None
@@ -441,7 +427,7 @@ class EngineFacts:
     @property
     def gpus(self) -> int:
         """GPUs of one server."""
-        return self.layout.tensor * self.pipeline
+        return self.layout.tensor
 
 
 @dataclass(frozen=True)
@@ -634,10 +620,11 @@ def _roles(config: TrainConfig, schedule: Schedule) -> Roles:
 def _uncounted_settings(config: TrainConfig) -> tuple[str, ...]:
     """List the settings of the libraries that no formula reads, as ``table.key``."""
     settings = []
-    for table, counted_keys in _COUNTED.items():
-        for key in getattr(config, table):
+    for name, table in TABLES.items():
+        counted_keys = table.options_with(OptionFact.COUNTED)
+        for key in getattr(config, name):
             if key not in counted_keys:
-                settings.append(f"{table}.{key}")
+                settings.append(f"{name}.{key}")
     return tuple(settings)
 
 
@@ -742,7 +729,6 @@ def _engine_facts(servers: int, table: Mapping[str, Any], *, quantized: bool) ->
     return EngineFacts(
         servers=servers,
         layout=EngineLayout.of_options(table),
-        pipeline=int(table.get("pp_size") or 1),
         memory_fraction=None if fraction is None else float(fraction),
         max_running=table.get("max_running_requests"),
         chunked_prefill=table.get("chunked_prefill_size"),

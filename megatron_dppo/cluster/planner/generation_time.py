@@ -9,7 +9,6 @@ from megatron_dppo.cluster.planner.decode_time import (
     PREFILL_UTILISATION,
     decode_seconds,
     forward_flops,
-    hand_over_seconds,
     linear_flops,
     network_seconds,
 )
@@ -138,8 +137,6 @@ def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
 
     Each attention replica that has a response of a group prefills the group's prompt once.
     The formula is FLOPs / (peak x utilisation) + the network time of the passes. A pass computes one chunk of prompts.
-    With p pipeline stages, each stage computes a pass in 1 / p of the time of all layers, and p - 1 more passes fill
-    and drain the pipeline.
     """
     shape = facts.trainer.shape
     rollout = facts.rollout
@@ -151,10 +148,7 @@ def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     math_seconds /= engine.gpus * cluster.device.flops * PREFILL_UTILISATION
     passes = ceil(server_tokens / chunk_tokens(engine, cluster.device))
     chunk = server_tokens / passes
-    stages = engine.pipeline
     # A prefill computes logits only for the last token of each prompt.
     sampled_tokens = server_prompts / passes
-    # ``network_seconds`` counts the collectives of all layers. A stage has 1 / p of the layers.
-    network = network_seconds(shape, engine, cluster, chunk, sampled_tokens) / stages
-    network += hand_over_seconds(shape, engine, cluster, chunk)
-    return (math_seconds / passes + network) * (passes + stages - 1)
+    network = network_seconds(shape, engine, cluster, chunk, sampled_tokens)
+    return math_seconds + network * passes

@@ -26,11 +26,10 @@ from megatron_dppo.config.checks import batch_faults
 from megatron_dppo.config.layout import layout_faults, world_faults
 from megatron_dppo.config.machine import has_server_sizes, server_size_faults
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.model.engine_layout import EngineLayout, engine_size_faults
+from megatron_dppo.model.engine_layout import EngineLayout, engine_size_faults, server_ranks
 from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
 
-_ENGINE_STAGES = "pp_size"
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 _RECOMPUTE = ("none", "selective", "full")
 MOST_SHARES = 64
@@ -278,13 +277,8 @@ def _with_layout(
     new_sections: dict[str, Any] = {}
     for name, values in new_values.items():
         new_sections[name] = getattr(config, name).model_copy(update=values)
-    # A run accepts no pipeline stages of servers, so a candidate has none.
-    server_options = {
-        name: value for name, value in config.sglang.items() if name != _ENGINE_STAGES
-    }
-    if engine_tensor != _engine_tensor(question):
-        server_options["tp_size"] = engine_tensor
-    new_sections["sglang"] = server_options
+    if engine_tensor != server_ranks(config.sglang):
+        new_sections["sglang"] = {**config.sglang, "tp_size": engine_tensor}
     return replace(question, config=config.model_copy(update=new_sections))
 
 
@@ -302,10 +296,9 @@ def _changes(question_before: Question, question_after: Question) -> Iterator[st
                 value = getattr(new_section, key)
                 text = "" if value is None else str(value).lower()
                 yield f"{section}.{key}={text}"
-    if _ENGINE_STAGES in question_before.config.sglang:
-        yield f"sglang.{_ENGINE_STAGES}="
-    if _engine_tensor(question_before) != _engine_tensor(question_after):
-        yield f"sglang.tp_size={_engine_tensor(question_after)}"
+    tensor = server_ranks(new_config.sglang)
+    if tensor != server_ranks(question_before.config.sglang):
+        yield f"sglang.tp_size={tensor}"
     yield from _schedule_changes(question_before.schedule, question_after.schedule)
 
 
@@ -316,10 +309,6 @@ def _schedule_changes(schedule_before: Schedule, schedule_after: Schedule) -> It
         yield f"rollout.interrupt={'drain' if schedule_after.drains else 'retract'}"
     if schedule_before.placement != schedule_after.placement:
         yield f"engine.placement={schedule_after.placement}"
-
-
-def _engine_tensor(question: Question) -> int:
-    return int(question.config.sglang.get("tp_size") or 1)
 
 
 def _effective(config: TrainConfig, section: str, key: str) -> Any:

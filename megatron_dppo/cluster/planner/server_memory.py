@@ -89,13 +89,13 @@ def _tensor_bytes(row: EngineRow, shape: ModelShape, ranks: int, quantized: bool
 
 
 def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
-    """Return the bytes of a token in the KV cache on one GPU of the largest pipeline stage.
+    """Return the bytes of a token in the KV cache on one GPU.
 
     The formula is 2 x layers with attention x key-value heads of the rank (at least one) x head size x bytes of an
     element (SGLang's ``MHATokenToKVPool``). With latent attention, the formula is layers x (width of the latent +
     rotated part of the key) x bytes of an element (``MLATokenToKVPool``).
     """
-    layers = -(-shape.attention_layers // engine.pipeline)
+    layers = shape.attention_layers
     return layers * shape.cached_elements(engine.layout.attention_tensor) * engine.kv_bytes
 
 
@@ -108,7 +108,7 @@ def state_bytes(shape: ModelShape, engine: EngineFacts) -> int:
     if shape.delta is None:
         return 0
     matrices, convolved = shape.delta.state_elements()
-    layers = -(-len(shape.delta_layers) // engine.pipeline)
+    layers = len(shape.delta_layers)
     bytes_per_layer = matrices * ITEM_BYTES["float32"] + convolved * _ITEM
     return layers * bytes_per_layer // engine.layout.attention_tensor
 
@@ -116,7 +116,7 @@ def state_bytes(shape: ModelShape, engine: EngineFacts) -> int:
 def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
     """Return the ``mem_fraction_static`` that SGLang 0.5.23 chooses (``arg_groups/memory_hook.py``).
 
-    SGLang keeps this number of MiB free: 512 + 1.5 x chunked prefill (at least 2048) + 128 x TP x PP + 2 g, where g is
+    SGLang keeps this number of MiB free: 512 + 1.5 x chunked prefill (at least 2048) + 128 x TP + 2 g, where g is
     the largest batch with a CUDA graph. With n > 1 attention replicas, SGLang adds 3 n g if g is at most 300, and
     1.5 x 3 n g otherwise. On GPUs above 60 GiB, SGLang keeps at least 10 GiB free.
     """
@@ -159,7 +159,7 @@ def engine_bytes(
     (``mem_cache/kv_cache_configurator.py``). Each attention replica has its own pool, and its share of a configured
     ``max_running_requests``.
     """
-    weights = weight_bytes(shape, engine.layout, quantized=engine.quantized) // engine.pipeline
+    weights = weight_bytes(shape, engine.layout, quantized=engine.quantized)
     replicas = engine.layout.attention_replicas
     fraction = engine.memory_fraction or default_fraction(device, engine)
     free_bytes = device.memory - devices.CONTEXT

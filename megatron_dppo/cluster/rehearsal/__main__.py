@@ -49,6 +49,7 @@ from megatron_dppo.launch.placement import Allocation, Host, Placement, Placemen
 from megatron_dppo.logging import INTERRUPTED, REFUSED
 from megatron_dppo.metrics.records import last_step, read_records
 from megatron_dppo.metrics.verdict import VerdictRow
+from megatron_dppo.model.engine_layout import server_ranks
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.system.arguments import positive_count, whole_number
@@ -375,12 +376,12 @@ class Rehearsal:
             longest,
             all_to_all=config.megatron.get("cp_comm_type") == "a2a",
         )
-        server_ranks = config.sglang.get("tp_size") or 1
+        ranks_of_server = server_ranks(config.sglang)
         shape = known_model.shape
         if config.engine.quantization is not None:
-            sizes = tiny_model.sizes_for_blocks(sizes, parallel.sizes, shape, server_ranks)
+            sizes = tiny_model.sizes_for_blocks(sizes, parallel.sizes, shape, ranks_of_server)
         elif inputs.on_gpus:
-            sizes = tiny_model.sizes_for_kernels(sizes, parallel.sizes, shape, server_ranks)
+            sizes = tiny_model.sizes_for_kernels(sizes, parallel.sizes, shape, ranks_of_server)
         values = tiny_model.tiny_config(known_model, sizes, own_tokenizer=inputs.has_own_tokenizer)
         count = write_model(inputs.model, values, config.model.dtype, config.run.seed)
         say(f"  a random {known_model.shape.family} of {count:,} parameters: {sizes.describe()}")
@@ -552,8 +553,11 @@ def _engine_table_faults(config: TrainConfig) -> list[str]:
 
     The start of the rehearsal's server checks the options that the rehearsal keeps.
     """
-    unchecked_keys = {*shrinking.KEPT_ENGINE_OPTIONS, *shrinking.ENGINE_SIZES}
-    table = {key: value for key, value in config.sglang.items() if key not in unchecked_keys}
+    table = {
+        key: value
+        for key, value in config.sglang.items()
+        if key not in shrinking.UNCHECKED_ENGINE_OPTIONS
+    }
     if not forwarded.SGLANG.free(table):
         return []
     try:

@@ -12,9 +12,17 @@ from megatron_dppo.cluster.rehearsal import signal
 from megatron_dppo.cluster.rehearsal.layout import small_stages
 from megatron_dppo.config import TrainConfig
 from megatron_dppo.config.data_schema import REWARD_OF_ENVIRONMENT, EnvironmentConfig
-from megatron_dppo.config.forwarded import MOMENT_DTYPES, OFFLOAD, PRECISION_AWARE
+from megatron_dppo.config.forwarded import (
+    MEGATRON,
+    MOMENT_DTYPES,
+    OFFLOAD,
+    PRECISION_AWARE,
+    SGLANG,
+    OptionFact,
+)
 from megatron_dppo.config.loading import merged
 from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.model.engine_layout import server_ranks
 from megatron_dppo.model.splits import ceil_to
 
 STEPS = 3
@@ -44,62 +52,9 @@ _HANG_S = 600.0
 _SCORE_S = 120.0
 
 DeviceOfNodes = Literal["cpu", "gpu"]
-ENGINE_SIZES = (
-    "tp_size",
-    "ep_size",
-    "attn_dp_size",
-    "enable_dp_attention",
-    "dp_size",
-    "enable_dp_lm_head",
-    "base_gpu_id",
-    "mem_fraction_static",
-)
-"""Options of SGLang that depend on the number of a server's GPUs, or on their memory."""
-KEPT_ENGINE_OPTIONS = frozenset(
-    (
-        "chunked_prefill_size",
-        "disable_overlap_schedule",
-        "disable_radix_cache",
-        "enable_mixed_chunk",
-        "log_level",
-        "log_requests",
-        "max_prefill_tokens",
-        "schedule_conservativeness",
-        "schedule_policy",
-        "stream_interval",
-        "trust_remote_code",
-        "watchdog_timeout",
-    )
-)
-"""Options of SGLang that have the same meaning on CPU and GPU. A rehearsal on CPUs leaves out all other options."""
-DROPPED_MEGATRON_OPTIONS = frozenset(
-    (
-        "fp8",
-        "fp8_recipe",
-        "fp8_margin",
-        "fp8_amax_history_len",
-        "fp8_amax_compute_algo",
-        "fp8_param",
-        "fp4",
-        "cuda_graph_impl",
-        "enable_cuda_graph",
-        "external_cuda_graph",
-        "cuda_graph_scope",
-        "tp_comm_overlap",
-        "moe_router_fusion",
-        "moe_permute_fusion",
-        "gradient_accumulation_fusion",
-        "apply_rope_fusion",
-        "bias_dropout_fusion",
-        "bias_activation_fusion",
-        "masked_softmax_fusion",
-        "attention_backend",
-        "cpu_offloading",
-        "deterministic_mode",
-        "recompute_modules",
-    )
-)
-"""Options of Megatron-Core that choose GPU kernels or GPU memory."""
+ENGINE_SIZES = SGLANG.options_with(OptionFact.SIZE)
+UNCHECKED_ENGINE_OPTIONS = frozenset((*ENGINE_SIZES, *SGLANG.options_with(OptionFact.ON_CPU)))
+"""Options of SGLang that a rehearsal on CPUs keeps, or replaces by its own sizes. It leaves out all other options."""
 
 
 @dataclass(frozen=True)
@@ -423,7 +378,7 @@ def _engine_parts(config: TrainConfig, inputs: RehearsalInputs) -> Iterator[Omis
         yield Omission(
             "engine.servers", f"{inputs.servers} instead of {recipe_servers} (--servers)"
         )
-    tp_size = config.sglang.get("tp_size") or 1
+    tp_size = server_ranks(config.sglang)
     if tp_size != 1 and not inputs.on_gpus:
         yield Omission(
             "sglang.tp_size", f"1 instead of {tp_size}: a server on a CPU is one process"
@@ -437,10 +392,10 @@ def _dropped_options(config: TrainConfig, inputs: RehearsalInputs) -> dict[str, 
     """
     if inputs.on_gpus:
         return {"sglang": [], "megatron": [], "megatron_optimizer": []}
-    unlisted_keys = {*KEPT_ENGINE_OPTIONS, *ENGINE_SIZES}
+    gpu_options = MEGATRON.options_with(OptionFact.GPU_ONLY)
     return {
-        "sglang": [key for key in config.sglang if key not in unlisted_keys],
-        "megatron": [key for key in config.megatron if key in DROPPED_MEGATRON_OPTIONS],
+        "sglang": [key for key in config.sglang if key not in UNCHECKED_ENGINE_OPTIONS],
+        "megatron": [key for key in config.megatron if key in gpu_options],
         "megatron_optimizer": _dropped_adam_options(config.megatron_optimizer),
     }
 

@@ -23,7 +23,6 @@ from megatron_dppo.cluster.planner.decode_time import (
     TouchedParameters,
     attention_flops,
     decode_seconds,
-    hand_over_seconds,
     linear_flops,
     network_seconds,
     quantized_parameters,
@@ -889,35 +888,6 @@ def test_a_decoded_token_of_a_server_over_nodes(nodes, each, seconds):
     assert step == pytest.approx(seconds)
 
 
-def test_pipeline_stages_of_a_server_over_nodes():
-    """Two stages of eight GPUs. For 128 tokens, each port sends 128 x 4,096 / 8 bytes, at 0.7 x 50 GB/s."""
-    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=8", "sglang.pp_size=2")
-    over, inside = (Cluster(DEVICES["h100"], n, 16 // n, network_latency=1e-5) for n in (2, 1))
-    hand_over = hand_over_seconds(MOE, run.engine, over, 128)
-    assert hand_over == pytest.approx(1e-5 + 128 * 4096 / 8 / 35e9)
-    assert hand_over_seconds(MOE, run.engine, inside, 128) == 0
-    step = decode_seconds(run, over, 256, 1000) - decode_seconds(run, inside, 256, 1000)
-    assert step == pytest.approx(2 * hand_over)
-
-
-def test_pipeline_stages_read_the_weights_once_for_each_part():
-    """A server of one stage reads all weights once a step. Each of two stages reads its half once for each part."""
-    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=4", "sglang.pp_size=2")
-    whole = Cluster(DEVICES["h100"], 1, 8)
-    half = replace(run, engine=replace(run.engine, pipeline=1))
-    # 96 all-reduces of 128 x 2,048 x 2 bytes. Each of four GPUs sends 6/4 of these bytes.
-    beside = 96 * (15e-6 + 1.5 * 524_288 / 315e9)
-    kv = 4_000 * 128 * 24 * 2 * 128 * 2 / 0.7  # 24 layers, one key-value head
-    touched = touched_parameters(MOE, 128)
-    weights = touched.dense * 2 / 0.7 + touched.experts * 2 / 0.55
-    part = (weights / 8 + kv) / DEVICES["h100"].hbm
-    pipelined = 2 * (part + 0.004) + beside + 256 * 10e-6
-    assert decode_seconds(run, whole, 256, 4000) == pytest.approx(pipelined)
-    flat = (weights / 4 + 2 * kv) / DEVICES["h100"].hbm
-    flat += 0.004 + beside + 128 * 10e-6
-    assert decode_seconds(half, whole, 128, 4000) == pytest.approx(flat)
-
-
 def test_weights_that_a_decode_step_touches():
     """One token uses 8 of 128 experts, 3 x 2,048 x 768, in each of 48 layers. A hundred tokens use all but 0.16%."""
     one, all_of_them = 48 * 8 * 3 * 2048 * 768, 48 * 128 * 3 * 2048 * 768
@@ -927,15 +897,6 @@ def test_weights_that_a_decode_step_touches():
     assert touched_parameters(MOE, 100).experts == pytest.approx(all_of_them * 0.9984, rel=1e-4)
     dense = load_model_shape(MODELS / "qwen3-8b-base")
     assert touched_parameters(dense, 100) == TouchedParameters(active_parameters(dense), 0)
-
-
-def test_pipeline_stages_are_filled_and_drained_in_prefill():
-    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=8")
-    rollout = replace(run.rollout, prompts=128, mean_prompt=128.0)
-    run = replace(run, rollout=rollout, engine=replace(run.engine, servers=1))
-    stages = replace(run, engine=replace(run.engine, layout=EngineLayout(4), pipeline=2))
-    cluster = Cluster(DEVICES["h100"], 1, 8)  # two passes of 8,192 tokens
-    assert prefill_seconds(stages, cluster) == pytest.approx(1.5 * prefill_seconds(run, cluster))
 
 
 def test_prompts_of_a_server_over_nodes():

@@ -73,7 +73,7 @@ def test_the_weights_of_an_engine_s_rank_are_counted_by_layer(mixed_layers: Mode
 def test_the_cache_of_attention_and_the_states_of_delta_nets_are_counted() -> None:
     """12 layers have 2 heads of 256 in the cache. 36 have 32 matrices of 128 x 128 in fp32, and 3 tokens of 8192."""
     shape = load_model_shape(NEXT)
-    engine = EngineFacts(1, EngineLayout(4, 4), 1, None, None, None, kv_bytes=2)
+    engine = EngineFacts(1, EngineLayout(4, 4), None, None, None, kv_bytes=2)
     assert kv_bytes_per_token(shape, engine) == 12 * 2 * 1 * 256 * 2
     state = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
     assert state_bytes(shape, engine) == state // 4

@@ -9,10 +9,6 @@ import pytest
 
 from megatron_dppo.__main__ import main
 from megatron_dppo.cluster.plan import main as plan
-from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
-from megatron_dppo.cluster.planner.facts import shape_of
-from megatron_dppo.cluster.planner.search import Question, _fitting
-from megatron_dppo.config import load_config
 from tests.messages import mentions
 from tests.ranks import ROOT
 
@@ -81,12 +77,3 @@ def test_a_plan_names_a_fault_of_the_layout_without_a_search(word, capsys, monke
     assert plan([*PLAN[1:], word, "--json"]) == 2
     tree = json.loads(capsys.readouterr().out)
     assert (tree["fits"], tree["proposals"]) == (False, [])
-
-
-def test_a_proposed_layout_has_no_pipeline_stages_of_servers():
-    config = load_config(ROOT / PLAN[1], ["sglang.pp_size=2"])
-    shape = shape_of(config.model.hf_checkpoint, ROOT / "examples" / "model_configs")
-    question = Question(config, shape, Cluster(DEVICES["h100"], 4))
-    proposal = next(_fitting(question, question))
-    assert "sglang.pp_size=" in proposal.changes
-    assert "pp_size" not in proposal.question.config.sglang
