@@ -13,7 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, Qwen3NextConfig
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet, l2norm
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextGatedDeltaNet,
+    l2norm,
+    torch_recurrent_gated_delta_rule,
+)
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.config.checks import engine_split_faults
@@ -414,6 +418,22 @@ def test_the_convolution_sees_no_token_of_another_sequence() -> None:
         expected = torch.nn.functional.silu(sums)
         torch.testing.assert_close(found[start : start + length], expected)
         start += length
+
+
+def test_the_engines_value_heads_have_the_key_heads_of_transformers() -> None:
+    """Value heads 0 and 1 have key head 0, and value heads 2 and 3 have key head 1."""
+    torch.manual_seed(4)
+    q, k, v = (torch.randn(1, 7, *sizes) for sizes in ((2, 4), (2, 4), (4, 6)))
+    log_decay, beta = -torch.rand(1, 7, 4), torch.rand(1, 7, 4)
+    output, state = engine_delta_net.delta_rule(
+        q[0], k[0], v[0], log_decay[0], beta[0], torch.zeros(4, 6, 4)
+    )
+    repeated = (x.repeat_interleave(2, 2) for x in (q, k))
+    expected, expected_state = torch_recurrent_gated_delta_rule(
+        *repeated, v, log_decay, beta, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(state, expected_state[0].transpose(1, 2))
 
 
 def test_the_engine_decodes_as_it_reads_prompts() -> None:

@@ -185,12 +185,27 @@ def test_weights_that_are_not_quantised_are_named_by_their_checksums(model: Mode
     assert (fault.tensor, fault.is_of_quantisation) == (ROUTER, False)
 
 
-def test_the_checksum_of_a_block_depends_on_its_bytes_and_their_places_alone() -> None:
+def exchange_bytes(block: Tensor) -> None:
+    block.copy_(block.roll(1, 1))
+
+
+def exchange_rows(block: Tensor) -> None:
+    block[[3, 70]] = block[[70, 3]]
+
+
+def exchange_words_of_rows(block: Tensor) -> None:
+    block.copy_(block.roll(8, 1))
+
+
+@pytest.mark.parametrize("exchange", [exchange_bytes, exchange_rows, exchange_words_of_rows])
+def test_the_checksum_of_a_block_depends_on_its_bytes_and_their_places_alone(
+    exchange: Callable[[Tensor], None],
+) -> None:
     values = torch.randint(0, 255, (300, 200), dtype=torch.uint8).view(DTYPE)
     checksums = block_checksums(values)
     assert checksums.shape == (3, 2)
     moved = values.clone()
-    moved.view(torch.uint8)[128:256, :128] = values.view(torch.uint8)[128:256, :128].roll(1, 1)
+    exchange(moved.view(torch.uint8)[128:256, :128])
     assert ((block_checksums(moved) != checksums).nonzero().tolist()) == [[1, 0]]
     assert block_checksums(values[128:256, :128].contiguous()).item() == checksums[1, 0]
 
