@@ -140,14 +140,18 @@ class SeenStep:
         topk = self.inputs.topk_log_probs
         # The last column is not part of TopK(mu): it is the sampled token.
         saved_k = 0 if topk is None else topk.shape[1] - 1
-        # An algorithm that reads Top-K tensors needs all ids, or has a ``topk`` of 1 or more.
-        if algorithm.reads_topk and (needs_all_ids or saved_k < algorithm.topk):
-            needed_ids = "every id"
-            if not needs_all_ids:
-                needed_ids = f"TopK(mu), K = {algorithm.topk}"
+        if needs_all_ids:
+            needed_weights = "--policy"
+            if algorithm.needs_recomputed_distribution:
+                needed_weights = "--policy and --rollout-policy"
             raise ValueError(
-                f"{algorithm.name} needs log pi at {needed_ids}, and what was saved of this step has only TopK(mu), "
-                f"K = {saved_k} (rollout.topk_log_probs); give weights with --policy"
+                f"{algorithm.name} needs log-probabilities at every id, which are not saved with a step; give weights "
+                f"with {needed_weights}"
+            )
+        if algorithm.reads_topk and saved_k < algorithm.topk:
+            raise ValueError(
+                f"{algorithm.name} needs log pi at TopK(mu), K = {algorithm.topk}, and what was saved of this step has "
+                f"only TopK(mu), K = {saved_k} (rollout.topk_log_probs); give weights with --policy"
             )
         require_independent_responses(algorithm)
         if algorithm.needs_recomputed and self.inputs.recomputed_log_probs is None:
@@ -156,7 +160,7 @@ class SeenStep:
                 "this run did not compute; give weights with --policy and --rollout-policy"
             )
         inputs = self.inputs
-        if not needs_all_ids and 0 < algorithm.topk < saved_k:
+        if 0 < algorithm.topk < saved_k:
             # Drop the additional ids: with them, the divergence has another value than at the algorithm's own K.
             inputs = _seen_inputs([likeliest_of(t, algorithm.topk) for t in self.responses])
         return decide(algorithm, inputs)

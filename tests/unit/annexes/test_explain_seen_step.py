@@ -48,14 +48,21 @@ def test_another_rule_of_topk_decides_about_a_saved_step_as_it_would_have_in_the
     trains = np.concatenate([expected[i]["trains"] for i in sorted(expected)])
     assert 0 < trains.sum() < len(trains)
     assert step.decisions(other).trains.tolist() == trains.tolist()
-    for name, options, wanted in (
-        ("dppo-exact-tv", {}, "every id"),
-        ("dppo-topk-kl", {"topk": K + 1}, r"TopK\(mu\), K = 5"),
+    with pytest.raises(
+        ValueError, match=r"TopK\(mu\), K = 5, .* K = 4 \(rollout\.topk_log_probs\)"
+    ):
+        step.decisions(build_algorithm("dppo-topk-kl", {"topk": K + 1}))
+    # No K is large enough for a rule of every id.
+    for name, needed_weights in (
+        ("dppo-exact-tv", "--policy"),
+        ("recomputed-exact-tv", "--policy and --rollout-policy"),
     ):
         with pytest.raises(
-            ValueError, match=f"needs log pi at {wanted}, .* has only TopK\\(mu\\), K = 4 "
-        ):
-            step.decisions(build_algorithm(name, options))
+            ValueError, match=f"every id.* give weights with {needed_weights}$"
+        ) as caught:
+            step.decisions(build_algorithm(name, {}))
+        assert "K = " not in str(caught.value)
+        assert "topk_log_probs" not in str(caught.value)
     # A rule of fewer ids sees the likeliest of those that were saved.
     fewer = build_algorithm("dppo-topk-kl", {"topk": 2, "kl_threshold": 0.5})
     trains_by_fewer: dict[int, dict] = {}
