@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -46,7 +49,7 @@ def build_optimizer(
         defaults["optimizer_offload_fraction"] = 1.0
     # An offloaded optimizer accepts only leaf tensors. Megatron-Core gives it slices of fp32 parameters. A slice is a
     # leaf tensor only if it is made with autograd turned off.
-    with torch.no_grad():
+    with torch.no_grad(), _one_copy_of_parameters(distributed=distributed):
         optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -81,3 +84,30 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+class _ParameterGroups(HybridDeviceOptimizer):
+    """An offloaded optimizer that holds its groups and defaults, but copies no parameters to the host."""
+
+    def _init_sub_optimizers(self) -> None:
+        """Make no optimizer of a group."""
+
+    def _register_load_state_dict_hooks(self) -> None:
+        """Register no hooks: no state is loaded."""
+
+
+@contextmanager
+def _one_copy_of_parameters(*, distributed: bool) -> Iterator[None]:
+    """Within the block, have Megatron-Core copy only the parameters to the host that this rank's optimizer steps.
+
+    Megatron-Core makes an offloaded optimizer of all parameters of the rank. The distributed optimizer reads the
+    groups and defaults of this optimizer, and replaces it by an optimizer of the rank's share of the parameters.
+    Without this block, the host would hold copies of all parameters of every rank at the start.
+    """
+    original = megatron_optimizer.HybridDeviceOptimizer
+    if distributed:
+        megatron_optimizer.HybridDeviceOptimizer = _ParameterGroups
+    try:
+        yield
+    finally:
+        megatron_optimizer.HybridDeviceOptimizer = original

@@ -138,8 +138,8 @@ def test_every_element_is_written_once(material: Path, name: str, distributed: b
     assert torch.is_tensor(content.blocks[0].values)
 
 
-def hybrid_model(folder: Path) -> tuple[Any, Any, Any]:
-    """Configuration, shape and layout of a bfloat16 model whose delta nets have a float32 norm, on one rank."""
+def hybrid_model(folder: Path, ranks: int = 1) -> tuple[Any, Any, Any]:
+    """Configuration, shape and layout of a bfloat16 model whose delta nets have a float32 norm."""
     from megatron_dppo.config.schema import ParallelConfig
     from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.model.layout import Layout
@@ -147,8 +147,8 @@ def hybrid_model(folder: Path) -> tuple[Any, Any, Any]:
 
     hf = save_tiny_model(folder / "hf", "qwen3_next", vocab_size=128)
     changes = {"distributed": True, "dtype": "bfloat16"}
-    config = run_config(str(hf), {"world_size": 1}, changes)
-    return config, load_model_shape(hf), Layout.of(ParallelConfig(world_size=1).sizes)
+    config = run_config(str(hf), {"world_size": ranks}, changes)
+    return config, load_model_shape(hf), Layout.of(ParallelConfig(world_size=ranks).sizes)
 
 
 def test_each_parameter_has_its_own_state_in_a_model_of_two_types(tmp_path: Path) -> None:
@@ -200,3 +200,27 @@ def test_an_offloaded_optimizer_steps_on_the_float32_weights_that_were_loaded(
         assert torch.equal(norm, values)
         assert copies[main] is not main
         assert torch.equal(copies[main], values)
+
+
+def test_an_offloaded_optimizer_copies_only_the_parameters_that_a_rank_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_dppo.trainer.checkpoint.state import HybridDeviceOptimizer
+
+    config, shape, layout = hybrid_model(tmp_path, ranks=2)
+    copied_sizes: list[int] = []
+    divide = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def count_copies(optimizer: HybridDeviceOptimizer, offload_fraction: float) -> Any:
+        result = divide(optimizer, offload_fraction)
+        copied_sizes.append(sum(copy.numel() for copy in result[3]))
+        return result
+
+    monkeypatch.setattr(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", count_copies)
+    with as_rank(layout, 0):
+        chunks, optimizer = build(config, shape, layout, {"optimizer_cpu_offload": True})
+        elements = sum(p.numel() for p in chunks[0].parameters())
+        assert sum(copied_sizes) <= 0.51 * elements
+        for part in optimizer.chained_optimizers:
+            if not part.is_stub_optimizer:
+                assert type(part.optimizer) is HybridDeviceOptimizer
