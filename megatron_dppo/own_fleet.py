@@ -11,7 +11,7 @@ import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.errors import given
 from megatron_dppo.config.machine import passed_variable_faults, this_machine
@@ -25,10 +25,10 @@ from megatron_dppo.system.errors import RunError
 if TYPE_CHECKING:
     from megatron_dppo.config.data_schema import Credit
     from megatron_dppo.data.trajectory import Trajectory
-    from megatron_dppo.fleet.generation import GenerationJob, OnResponse
+    from megatron_dppo.fleet.generation import Generation, GenerationJob, OnResponse
     from megatron_dppo.fleet.membership import Member
     from megatron_dppo.fleet.record import Server
-    from megatron_dppo.loop.scorer import PendingScore, Scorer
+    from megatron_dppo.loop.scorer import Scorer
 
 log = logging.getLogger(__name__)
 
@@ -124,25 +124,38 @@ class OwnFleet:
         self._client = FleetClient(_report_lost, parser=self._parser)
         self._runner.run(self._client.serve(members, FIRST_WEIGHT_VERSION))
 
-    def generate(
+    def start(
         self,
         job: GenerationJob,
         description: str,
-        on_response: OnResponse,
-        done: Mapping[Hashable, Trajectory],
-    ) -> dict[Hashable, Trajectory]:
-        """Generate the responses of ``job`` that are not in ``done``, and return all responses by key.
+        on_response: OnResponse | None = None,
+        order: int = 0,
+        done: Mapping[Hashable, Trajectory] | None = None,
+    ) -> Generation:
+        """Request the responses of ``job`` that are not in ``done``, and return at once."""
+        from megatron_dppo.fleet.generation import Generation
+
+        generation = Generation(job, description, on_response, order, dict(done or {}))
+        generation.resume(self._runner, self._client, self._limits, stop=_never, slots=self._slots)
+        return generation
+
+    def finish(
+        self, generation: Generation, trainer_version: int | None = None, *, mixes: bool = True
+    ) -> list[Trajectory]:
+        """Return all responses of a generation. ``trainer_version`` and ``mixes`` are for servers of a trainer.
 
         Raises GenerationError if no server is left, or if a response failed repeatedly.
         """
-        from megatron_dppo.fleet.generation import Generation, GenerationEnd
+        from megatron_dppo.fleet.generation import GenerationEnd
 
-        generation = Generation(job, description, on_response, done=dict(done))
-        generation.resume(self._runner, self._client, self._limits, stop=_never, slots=self._slots)
         end, reason = generation.wait(stop=_never)
         if end is not GenerationEnd.DONE:
-            raise GenerationError(f"{description}: {reason}")
-        return generation.done
+            raise GenerationError(f"{generation.description}: {reason}")
+        return generation.job.trajectories(generation.done)
+
+    def drop(self, generation: Generation) -> None:
+        """Cancel a generation whose responses are not needed."""
+        generation.cancel()
 
     def scored(
         self,
@@ -154,7 +167,8 @@ class OwnFleet:
     ) -> list[Trajectory]:
         """Generate and score responses; return them with rewards and advantages, in the order of the job.
 
-        A response whose reward is unavailable is generated again, ``reward.max_replacements`` times at most.
+        A response whose reward is unavailable is replaced by another response, ``reward.max_replacements`` times at
+        most.
 
         Args:
             job: problems and sampling settings.
@@ -163,35 +177,13 @@ class OwnFleet:
             algorithm: settings of advantages and length penalties.
             credit: what has an advantage of its own: each ``turn`` or each ``trajectory``.
 
-        Raises RewardUnavailableError if responses have no reward in the end, and GenerationError as ``generate`` does.
+        Raises RewardUnavailableError if responses have no reward in the end, and GenerationError as ``finish`` does.
         """
-        from megatron_dppo.loop.scoring import response_keys, reward_responses, score_on_arrival
-        from megatron_dppo.rewards import RewardUnavailableError
-        from megatron_dppo.rewards.verifier import Score
+        from megatron_dppo.loop.scoring import ScoredGeneration
 
-        pending_scores: dict[Hashable, PendingScore] = {}
-        on_response = score_on_arrival(scorer, job, pending_scores)
-        keys = response_keys(job)
-        done: dict[Hashable, Trajectory] = {}
-        scores: list[Score] = []
-        for _ in range(1 + scorer.max_replacements):
-            done = self.generate(job, description, on_response, done)
-            scores = [pending_scores[key].result() for key in keys]
-            missing_keys = [
-                key
-                for key, score in zip(keys, scores, strict=True)
-                if score.unavailable is not None
-            ]
-            if not missing_keys:
-                break
-            log.warning("%s: %d responses have no reward yet", description, len(missing_keys))
-            for key in missing_keys:
-                del done[key]
-        else:
-            # The last round left rewards missing too.
-            reason = next(s.unavailable for s in scores if s.unavailable is not None)
-            raise RewardUnavailableError(f"{description}: {len(missing_keys)} responses: {reason}")
-        return reward_responses(job, job.trajectories(done), scores, algorithm, credit)
+        generation = ScoredGeneration(self, scorer, job, description, gather=_of_this_process)
+        generation.wait()
+        return generation.scored(algorithm, credit)
 
     def close(self) -> None:
         self._runner.cancel_all()
@@ -202,6 +194,11 @@ class OwnFleet:
 
 def _report_lost(server: Server) -> None:
     log.warning("%s is lost: %s", server.name, server.url)
+
+
+def _of_this_process(value: Any) -> list[Any]:
+    """Return the values of all ranks: a program without a trainer has one."""
+    return [value]
 
 
 def _never() -> bool:

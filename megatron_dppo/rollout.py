@@ -16,7 +16,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,10 +181,7 @@ class _Batches:
         while count := quota.next_count([row.flat for row in rows], rounds):
             positions = range(len(groups), len(groups) + count)
             problems = [self._data.train.problems[i] for i in self._sampler.next(count)]
-            seeds = self._job.seeds
-            if seeds is not None:
-                seeds = replace(seeds, purpose=f"step {step}", positions=positions)
-            job = replace(self._job, problems=problems, seeds=seeds)
+            job = self._job.for_problems(problems, f"step {step}", positions)
             responses = self._fleet.scored(
                 job, f"batch {step}", self._scorer, config.algorithm, config.environment.credit
             )

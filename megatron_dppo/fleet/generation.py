@@ -252,12 +252,21 @@ class GenerationJob:
     decode: Decode | None = None
     play: Play | None = None
 
+    def for_problems(
+        self, problems: Sequence[Problem], purpose: str, positions: Sequence[int]
+    ) -> GenerationJob:
+        """Return this job with other problems. If the job has seeds, the seeds get ``purpose`` and ``positions``."""
+        seeds = self.seeds
+        if seeds is not None:
+            seeds = replace(seeds, purpose=purpose, positions=positions)
+        return replace(self, problems=problems, seeds=seeds)
+
     def requests(
         self, completed: Mapping[Hashable, Trajectory] | None = None
     ) -> list[GenerationRequest]:
         """Return the requests whose key is not in ``completed``, group by group."""
         requests: list[GenerationRequest] = []
-        for key in self._keys():
+        for key in self.keys():
             if completed is not None and key in completed:
                 continue
             position, sample = key
@@ -274,7 +283,7 @@ class GenerationJob:
             )
         return requests
 
-    def _keys(self) -> list[tuple[int, int]]:
+    def keys(self) -> list[tuple[int, int]]:
         """Return the key of every request: (position in ``problems``, sample index), group by group."""
         count = len(self.problems) * self.group_size
         return [divmod(index, self.group_size) for index in range(count)]
@@ -286,7 +295,7 @@ class GenerationJob:
 
     def trajectories(self, completed: Mapping[Hashable, Trajectory]) -> list[Trajectory]:
         """Return all responses, group by group. Raises KeyError if a response is missing."""
-        return [completed[key] for key in self._keys()]
+        return [completed[key] for key in self.keys()]
 
 
 _TICK_SECONDS = 0.2

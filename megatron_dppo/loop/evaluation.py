@@ -66,11 +66,13 @@ def evaluation_job(
         temperature=settings.temperature,
         top_p=settings.top_p,
     )
-    seeds = template.seeds
-    if seeds is not None:
-        seeds = replace(seeds, purpose=purpose, positions=positions)
-    group_size = settings.samples_per_prompt
-    return GenerationJob(problems, group_size, sampling, seeds=seeds, play=template.play)
+    return replace(
+        template.for_problems(problems, purpose, positions),
+        group_size=settings.samples_per_prompt,
+        sampling=sampling,
+        columns={},
+        decode=None,
+    )
 
 
 def without_length_penalties(algorithm: AlgorithmConfig) -> AlgorithmConfig:

@@ -18,7 +18,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -249,11 +249,8 @@ class GeneratedRollouts:
         draft.problems += [self.problems[i] for i in indices]
         draft.is_received = False
         positions = own_positions(draft.unjudged, self.topology)
-        seeds = self.job.seeds
-        if seeds is not None:
-            seeds = replace(seeds, purpose=f"step {draft.step}", positions=positions)
         problems = [draft.problems[p] for p in positions]
-        job = replace(self.job, problems=problems, seeds=seeds)
+        job = self.job.for_problems(problems, f"step {draft.step}", positions)
         description = f"step {draft.step}: generate"
         if draft.rounds > 1:
             description += f", round {draft.rounds}"

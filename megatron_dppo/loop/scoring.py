@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import Any, Protocol
 
 from megatron_dppo.config.data_schema import Credit
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory
-from megatron_dppo.fleet.generation import GenerationJob, OnResponse
+from megatron_dppo.fleet.generation import Generation, GenerationJob, OnResponse
 from megatron_dppo.loop.credit import with_rewards
-from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.scorer import PendingScore, Scorer
 from megatron_dppo.loop.spool import StepPart
 from megatron_dppo.metrics import table as metric_names
@@ -48,6 +48,28 @@ class ComponentSums:
         return means
 
 
+class Engine(Protocol):
+    """Servers that generate: those of an ``EngineSession``, or those of a program without a trainer."""
+
+    def start(
+        self,
+        job: GenerationJob,
+        description: str,
+        on_response: OnResponse | None = None,
+        order: int = 0,
+        done: Mapping[Hashable, Trajectory] | None = None,
+    ) -> Generation:
+        """As ``EngineSession.start``."""
+
+    def finish(
+        self, generation: Generation, trainer_version: int | None = None, *, mixes: bool = True
+    ) -> list[Trajectory]:
+        """As ``EngineSession.finish``."""
+
+    def drop(self, generation: Generation) -> None:
+        """As ``EngineSession.drop``."""
+
+
 class ScoredGeneration:
     """This rank's part of a generation. It begins on construction and runs in the background.
 
@@ -61,17 +83,20 @@ class ScoredGeneration:
         description: text of the progress bar.
         order: an open generation with a lower order is served before a generation with a higher order.
         part: stores each scored response in the spool, and returns the stored responses; None without a spool.
+        gather: gathers a value of every rank. A program of one process, without process groups, has another function.
     """
 
     def __init__(
         self,
-        engine: EngineSession,
+        engine: Engine,
         scorer: Scorer,
         job: GenerationJob,
         description: str,
         order: int = 0,
         part: StepPart | None = None,
+        gather: Callable[[Any], list[Any]] = all_gather_json,
     ) -> None:
+        self._gather = gather
         self._engine = engine
         self._scorer = scorer
         self._job = job
@@ -144,7 +169,7 @@ class ScoredGeneration:
             RewardUnavailableError: on every rank, if responses have no reward after ``reward.max_replacements``
                 rounds.
         """
-        keys = response_keys(self._job)
+        keys = self._job.keys()
         for rounds in count():
             scores = {key: self._scores[key].result() for key in keys}
             replaced_keys: list[Hashable] = []
@@ -156,14 +181,16 @@ class ScoredGeneration:
             missing_count = 0
             reasons: list[str] = []
             # Each rank sends its number of scores without a value, and the first reason.
-            for number, rank_reasons in all_gather_json([len(replaced_keys), own_reasons[:1]]):
+            for number, rank_reasons in self._gather([len(replaced_keys), own_reasons[:1]]):
                 missing_count += number
                 reasons += rank_reasons
             if not missing_count:
                 break
             message = f"{missing_count} responses have no reward; the first: {reasons[0]}"
             if rounds == self._scorer.max_replacements:
-                raise RewardUnavailableError(f"{message} (after {rounds} replacements of them)")
+                raise RewardUnavailableError(
+                    f"{self._description}: {message} (after {rounds} replacements of them)"
+                )
             log.warning("%s: %s; others take their place", self._description, message)
             self._scorer.failures[metric_names.REWARD_REPLACED] += missing_count
             self._replace(replaced_keys, rounds + 1)
@@ -183,7 +210,7 @@ class ScoredGeneration:
             purpose = f"{job.seeds.purpose}, replacement {number}"
             job = replace(job, seeds=replace(job.seeds, purpose=purpose))
         scored_responses: dict[Hashable, Trajectory] = {}
-        for key, response in zip(response_keys(job), self._responses, strict=True):
+        for key, response in zip(job.keys(), self._responses, strict=True):
             if key not in replaced_keys:
                 scored_responses[key] = response
         on_response = score_on_arrival(self._scorer, job, self._scores, self._part)
@@ -202,17 +229,11 @@ class ScoredGeneration:
             own_sums.add({name: (value, 1) for name, value in score.components.items()})
         own_timeouts = sum(s.timed_out for s in scores)
         own_crashes = sum(s.crashed for s in scores)
-        counts_by_rank = all_gather_json([own_timeouts, own_crashes, own_sums.to_json()])
+        counts_by_rank = self._gather([own_timeouts, own_crashes, own_sums.to_json()])
         for timeouts, crashes, sums in counts_by_rank:
             self._scorer.failures[metric_names.REWARD_TIMEOUTS] += timeouts
             self._scorer.failures[metric_names.REWARD_CRASHES] += crashes
             self.components.add(sums)
-
-
-def response_keys(job: GenerationJob) -> list[tuple[int, int]]:
-    """Return the key of each response of a job, in order: (position of the problem, index in its group)."""
-    size = job.group_size
-    return [divmod(index, size) for index in range(len(job.problems) * size)]
 
 
 def reward_responses(
