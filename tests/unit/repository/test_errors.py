@@ -3,6 +3,7 @@
 import ast
 import builtins
 import re
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def is_exception(name):
     return isinstance(kind, type) and issubclass(kind, BaseException)
 
 
+@cache
 def exceptions_of_the_package():
     """Return the names of the bases of each public exception class, by the name of the class."""
     bases = {}
