@@ -31,7 +31,7 @@ gpu-check: setup  ## what to run first on a GPU machine; without one it checks w
 # In the order of folders: the longest files, of distributed and integration tests, begin first, and short ones fill the end.
 PYTEST = @$(RUN_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 FIRST_TIER = not slow and not second
-test: lint types  ## lint, types, all unit tests, a loop, a weight update, a resume (ALL=1: every test)
+test: lint types  ## lint, types, the core's tests: unit tests, a loop, a weight update, a resume (ALL=1: every test)
 	$(PYTEST) $(if $(ALL),,-m '$(FIRST_TIER)')
 
 test-second: setup  ## the tests that `make test` leaves out, but for the slow ones

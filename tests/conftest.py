@@ -13,7 +13,14 @@ import pytest
 # a thread for each core, a parallel loop would spin until its last thread gets a core, and cost ten times as much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-FOLDERS_OF_SECOND = ("distributed", "integration", "slurm")
+FOLDERS_OF_SECOND = (
+    "distributed",
+    "gpu_evidence",
+    "integration",
+    "slurm",
+    "unit/annexes",
+    "unit/repository",
+)
 """Folders whose tests are of the second tier, unless they are marked ``first`` or ``slow``."""
 DAYS = 7
 

@@ -12,6 +12,7 @@ from tests.ranks import ROOT
 FILES = {
     "unit/test_a.py": "def test_fast(): pass\n@pytest.mark.second\ndef test_long(): pass\n",
     "integration/test_b.py": "@pytest.mark.first\ndef test_loop(): pass\ndef test_more(): pass\n",
+    "unit/annexes/test_d.py": "def test_annex(): pass\n",
     "slurm/test_c.py": "@pytest.mark.slow\n@pytest.mark.parametrize('n', range(50))\ndef test_s(n): pass\n",
 }
 
@@ -44,7 +45,7 @@ def test_each_test_belongs_to_one_tier(project):
     makefile = (ROOT / "Makefile").read_text()
     assert "FIRST_TIER = not slow and not second\n" in makefile
     assert collected(project, "-m", "not slow and not second") == {"test_fast", "test_loop"}
-    assert collected(project, "-m", "second") == {"test_long", "test_more"}
+    assert collected(project, "-m", "second") == {"test_long", "test_more", "test_annex"}
 
 
 def test_seven_days_run_every_slow_test_once(project):
