@@ -94,7 +94,8 @@ class RunView:
     """The current state of the run in ``directory``, read from its files."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        # An absolute path: ``add_metrics_of`` changes the current folder for a moment.
+        self.directory = directory.absolute()
         # Several threads answer requests, so each of the next two tuples is replaced as a whole.
 
         # Stamp of the metrics file when it was read, and the rows of the file.

@@ -103,12 +103,17 @@ class RunDirectory:
         write_atomically(self.config, with_hash(text))
 
 
-def is_finished(config: TrainConfig) -> bool:
+def is_finished(config: TrainConfig, directory: Path | None = None) -> bool:
     """Return whether a run with exactly this configuration has finished, and its folder has all of its results.
 
     False if a file is missing, unreadable or of another configuration: then the run starts.
+
+    Args:
+        config: the configuration.
+        directory: the run's folder; None: ``run.directory``, which may be relative to the folder of the run's start.
     """
-    directory = Path(config.run.directory)
+    if directory is None:
+        directory = Path(config.run.directory)
     repository = config.checkpoint.upload
     upload = None
     if config.run.resume == "never":

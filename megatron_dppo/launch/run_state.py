@@ -142,7 +142,7 @@ def _describe_local(run: LocalRun, directory: Path) -> str:
     if not run.has_released:
         return f"ended: {VANISHED}; the same command resumes"
     try:
-        is_done = is_finished(load_config(directory / CONFIG_FILE))
+        is_done = is_finished(load_config(directory / CONFIG_FILE), directory)
     except ConfigError:
         is_done = (directory / SUMMARY_FILE).is_file()
     if is_done:

@@ -54,6 +54,19 @@ Record = dict[str, float | None]
 """Metric name -> value; ``step`` is always present; None stands for NaN and infinities."""
 
 
+def start_folder(directory: Path) -> Path | None:
+    """Return the folder that the run in ``directory`` was started in.
+
+    None if the run has not stored a folder, or if the stored folder is not on this machine.
+    """
+    file = directory / START_FOLDER_FILE
+    if file.is_file():
+        folder = Path(file.read_text(encoding="utf-8").strip())
+        if folder.is_dir():
+            return folder
+    return None
+
+
 class RecordsError(RunError, ValueError):
     """A metrics file cannot be read, or a value cannot be written to it."""
 

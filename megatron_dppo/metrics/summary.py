@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import chdir, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -26,12 +28,15 @@ from megatron_dppo.metrics.records import (
     read_records,
     read_step_lines,
     series,
+    start_folder,
     step_of,
 )
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.system.files import hash_fault, write_atomically
 
 log = logging.getLogger(__name__)
+_CURRENT_FOLDER = threading.Lock()
+"""Held by the thread that changes the current folder of the process."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +143,16 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 def add_metrics_of(directory: str | Path) -> None:
     """Add the own metrics of the run in ``directory`` to the table of metrics.
 
-    Metrics that can't be imported here are left out, with a warning: the run's other figures can be shown without them.
+    The modules of the metrics are searched in the folder that the run was started in. Metrics that can't be imported
+    here are left out, with a warning: the run's other figures can be shown without them.
+
+    Meanwhile the current folder of all threads is that folder, so other threads must read absolute paths.
     """
     try:
         config = saved_config(directory) or {}
-        metric_names.add_metrics(config.get("tracking", {}).get("metrics", ()))
+        folder = start_folder(Path(directory))
+        with _CURRENT_FOLDER, nullcontext() if folder is None else chdir(folder):
+            metric_names.add_metrics(config.get("tracking", {}).get("metrics", ()))
     except ValueError as error:
         log.warning("%s: tracking.metrics: %s", directory, error)
 

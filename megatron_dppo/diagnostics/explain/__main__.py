@@ -37,10 +37,10 @@ from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import (
     CONFIG_FILE,
     ROLLOUTS_FOLDER,
-    START_FOLDER_FILE,
     read_records,
     saved_batch_step,
     saved_batch_steps,
+    start_folder,
     step_of,
 )
 from megatron_dppo.system.arguments import count_or_zero, file_to_write
@@ -352,11 +352,9 @@ def enter_start_folder(options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
         if isinstance(value, Path):
             setattr(options, name, value.absolute())
-    file = options.run / START_FOLDER_FILE
-    if file.is_file():
-        folder = Path(file.read_text(encoding="utf-8").strip())
-        if folder.is_dir():
-            os.chdir(folder)
+    folder = start_folder(options.run)
+    if folder is not None:
+        os.chdir(folder)
 
 
 def show_facts(title: str, facts: Sequence[str], *, width: int) -> Console:
