@@ -1,8 +1,8 @@
 """Names of other RL packages beside the keys of this package.
 
 The hint for an unknown key reads the table, and tools/coming_from.py prints docs/coming_from.md from it. The names are
-those of verl 0.6 to 0.8, TRL's ``GRPOConfig``, slime's arguments, NeMo-RL's GRPO recipes and prime-rl's configuration,
-in 2026.
+those of verl 0.6 to 0.9, TRL's ``GRPOConfig`` up to 1.16, slime's arguments, NeMo-RL's GRPO recipes and prime-rl's
+configuration, in 2026.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ COUNTERPARTS = (
     _row(
         "rollout.router_replay",
         "R3",
-        verl="actor_rollout_ref.actor.router_replay.mode",
+        verl="actor_rollout_ref.actor.megatron.router_replay.mode actor_rollout_ref.actor.router_replay.mode",
         slime="use_rollout_routing_replay",
     ),
     _row(
@@ -218,7 +218,7 @@ COUNTERPARTS = (
     ),
     _row(
         "algorithm.overlong_tokens",
-        verl="reward_model.overlong_buffer.len",
+        verl="reward_model.overlong_buffer.len overlong_buffer_cfg.len",
         nemo_rl="grpo.reward_shaping.overlong_buffer_length",
     ),
     _row(
@@ -231,7 +231,7 @@ COUNTERPARTS = (
     ),
     _row(
         "optimizer.clip_grad",
-        verl="actor_rollout_ref.actor.grad_clip",
+        verl="actor_rollout_ref.actor.grad_clip actor_rollout_ref.actor.optim.clip_grad",
         trl="max_grad_norm",
         slime="clip_grad",
         nemo_rl="policy.max_grad_norm",
