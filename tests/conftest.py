@@ -5,7 +5,9 @@ changes from day to day.
 """
 
 import os
+import sys
 import zlib
+from collections.abc import Iterator
 
 import pytest
 
@@ -58,3 +60,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def day_of(nodeid: str) -> int:
     """Return the day, 0 to 6, on which continuous integration runs the slow test ``nodeid``."""
     return zlib.crc32(nodeid.encode()) % DAYS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Check that a file's tests end the process groups that they start: the next file's tests share the process."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    assert distributed is None or not distributed.is_initialized()

@@ -199,6 +199,7 @@ def _vary_blocks(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return an FP8 engine of a random model, the prompts, and the trainer's scores with their noise."""
+    from megatron_dppo.trainer.topology import destroy_topology
     from megatron_dppo.trainer.weight_source import TrainerWeights
     from tests.distributed.test_trainer_steps import make_trainer
 
@@ -211,6 +212,8 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Any:
     twice, scaled = (source.score(prompts, rounding=r) for r in ("fp8_twice", "fp8_scaled"))
     scores = source.score(prompts, rounding="fp8")
     trainer.close()
+    destroy_topology()
+    torch.distributed.destroy_process_group()
     return Fp8Engine(folder), prompts, scores, Fp8Noise(twice, scaled)
 
 
