@@ -290,18 +290,25 @@ def find_environment(name: str) -> Callable[..., Environment]:
     return environment
 
 
+def _class_of(name: str | None) -> Callable[..., Environment] | None:
+    """Return an environment's class; None without a name, and for a name that is no environment.
+
+    The check of the environment reports such a name. The checks of other sections go on without the class.
+    """
+    if name is None:
+        return None
+    try:
+        return find_environment(name)
+    except ValueError:
+        return None
+
+
 def makes_prompts(name: str | None, options: Mapping[str, Any]) -> bool:
     """Whether episodes may begin with a prompt of the environment in place of the problem's prompt.
 
     ``makes_prompts`` of a class is a boolean, or a function of the options.
     """
-    if name is None:
-        return False
-    try:
-        flag = getattr(find_environment(name), "makes_prompts", False)
-    except ValueError:
-        # The check of the environment reports a name that is none.
-        return False
+    flag = getattr(_class_of(name), "makes_prompts", False)
     return bool(flag(**options)) if callable(flag) else bool(flag)
 
 
@@ -312,9 +319,7 @@ def problem_fault(
 
     A class may have a function ``problem_fault`` of the metadata and the options.
     """
-    if name is None:
-        return None
-    find_fault = getattr(find_environment(name), "problem_fault", None)
+    find_fault = getattr(_class_of(name), "problem_fault", None)
     return None if find_fault is None else find_fault(metadata, **options)
 
 
@@ -323,13 +328,7 @@ def reads_tool_calls(name: str | None, options: Mapping[str, Any]) -> bool:
 
     A class may have a function ``reads_tool_calls`` of the options, which decides instead.
     """
-    if name is None:
-        return False
-    try:
-        environment = find_environment(name)
-    except ValueError:
-        # The check of the environment reports a name that is none.
-        return False
+    environment = _class_of(name)
     decide = getattr(environment, "reads_tool_calls", None)
     if decide is not None:
         return bool(decide(**options))
