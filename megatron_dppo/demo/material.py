@@ -487,11 +487,12 @@ With the tests' tiny gpt_oss in bfloat16, tokens differ by up to 0.04 if trainer
 token differs by up to 1.13 if trainer and export choose different experts for it after a near tie in the router.
 """
 _ONE_RANK = ("parallel.world_size=1", "parallel.expert=1")
-_SHARED_GPU = (
+SHARED_GPU = (
     "sglang.base_gpu_id=0",
     "sglang.mem_fraction_static=0.3",
     "weight_sync.strategy=tensor",
 )
+"""Overrides with which the run's server shares the only GPU with the rank."""
 
 
 def trainer_overrides(gpus: int) -> tuple[str, ...]:
@@ -517,7 +518,7 @@ def engine_overrides(gpus: int) -> tuple[str, ...]:
     if gpus == 0:
         return ()
     if gpus == 1:
-        return ("sglang.attention_backend=triton", *_SHARED_GPU)
+        return ("sglang.attention_backend=triton", *SHARED_GPU)
     return ("sglang.attention_backend=triton",)
 
 

@@ -43,7 +43,7 @@ from megatron_dppo.engine.adapter_digests import VARIABLE, register_digests
 from megatron_dppo.engine.options import HOSTS_VARIABLE
 from megatron_dppo.system import interfaces, network, processes, scratch, secret_variables
 from megatron_dppo.system.gpus import has_visible_gpu
-from megatron_dppo.system.toolkit import offer_runtime, offer_tools
+from megatron_dppo.system.toolkit import leave_out_transformer_engine, offer_runtime, offer_tools
 
 _NAME_VARIABLE = "MEGATRON_DPPO_PRIVATE_NAME"
 _PRIVATE_UMASK = 0o077
@@ -228,6 +228,7 @@ def main() -> None:
     """Run the server: options from the command line, keys from standard input."""
     secret_variables.hide_secrets()
     keys = json.load(sys.stdin)
+    leave_out_transformer_engine(os.environ)
     # SGLang looks for ninja on PATH, and for CUDA's toolkit in CUDA_HOME. So first set both variables for this machine.
     if has_visible_gpu():
         tool_messages = [*offer_tools(os.environ), *offer_runtime(os.environ)]

@@ -16,7 +16,19 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 USUAL_HOME = Path("/usr/local/cuda")
+TORCH_LAYERS_VARIABLE = "MEGATRON_DPPO_TORCH_LAYERS"
+"""Variable that leaves Transformer Engine out although it is installed: trainers then use layers of torch modules."""
 _TIMEOUT_S = 30.0
+
+
+def leave_out_transformer_engine(environment: Mapping[str, str]) -> None:
+    """Let ``import transformer_engine`` raise ImportError in this process if ``TORCH_LAYERS_VARIABLE`` is set.
+
+    An installed Transformer Engine that cannot be imported would otherwise end trainers and servers: both import
+    Megatron-Core, which imports Transformer Engine and catches only ImportError.
+    """
+    if environment.get(TORCH_LAYERS_VARIABLE):
+        sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
 
 
 def tool_path(environment: Mapping[str, str], python: str = sys.executable) -> str:

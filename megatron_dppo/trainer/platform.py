@@ -81,8 +81,8 @@ _WGRAD_LINES: Mapping[str | None, str] = {
     "kernel is there (tools/environment/build_apex.sh)",
 }
 _TORCH_LAYERS_LINE = (
-    "layers: of torch modules, slower than Transformer Engine's, which is not installed "
-    "(docs/environment.md)"
+    "layers: of torch modules, slower than Transformer Engine's, which is not installed or left out by "
+    f"{toolkit.TORCH_LAYERS_VARIABLE} (docs/environment.md)"
 )
 
 
@@ -139,6 +139,7 @@ def leave_out_deep_ep() -> None:
 def prepare() -> None:
     """Prepare ``import megatron.core`` on this machine. Call once, before the first import."""
     leave_out_deep_ep()
+    toolkit.leave_out_transformer_engine(os.environ)
     # Set the variables before the first CUDA call: CUDA reads some of them only once.
     if any(gpus.DEVICES.glob("nvidia[0-9]*")):
         _environment_lines.extend(set_missing_variables(os.environ))
@@ -160,7 +161,7 @@ def prepare() -> None:
 
 
 def has_transformer_engine() -> bool:
-    """Return whether Transformer Engine is installed."""
+    """Return whether Transformer Engine is installed and not left out by ``toolkit.TORCH_LAYERS_VARIABLE``."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_dppo.system import gpus
+from megatron_dppo.system.toolkit import TORCH_LAYERS_VARIABLE
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.cpu import megatron_shim
 from tests.patience import run_patiently
@@ -116,6 +117,24 @@ def test_deep_ep_of_its_own_package_is_kept(
     plant_sglangs_deep_ep(tmp_path / "second")
     monkeypatch.syspath_prepend(tmp_path / "second")
     assert not gpus.has_megatrons_deep_ep()
+
+
+def test_a_broken_transformer_engine_can_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libcudnn_graph.so.9')\n")
+    script = (
+        "import megatron_dppo.trainer\n"
+        "from megatron_dppo.trainer import platform\n"
+        "from megatron.core.models.gpt.gpt_model import GPTModel\n"
+        "print('has it' if platform.has_transformer_engine() else 'left out')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv(TORCH_LAYERS_VARIABLE, "1")
+    result = run_patiently([sys.executable, "-c", script], 300)
+    assert result.stdout.strip() == "left out", result.stderr
 
 
 def test_megatron_imported_before_is_an_error() -> None:

@@ -195,6 +195,18 @@ class SiteConfig(Section):
             return f"--gpus-per-node={self.gpus_per_node}"
         return f"--ntasks-per-node={self.processes_per_node}"
 
+    @property
+    def job_flags(self) -> list[str]:
+        """Return sbatch's flags of the partition, account, quality of service, reservation and time limit."""
+        options = {
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "reservation": self.reservation,
+            "time": self.time,
+        }
+        return [f"--{name}={value}" for name, value in options.items() if value is not None]
+
     def form(self, folder: str, *, server: bool) -> StepForm:
         """Return the form of steps in ``folder``. ``server``: whether they run servers and router instead of ranks."""
         return self.container.form(

@@ -425,13 +425,6 @@ class Submission:
         Options precede the script: sbatch passes the words after the script to the script.
         """
         site = self.site
-        options = {
-            "partition": site.partition,
-            "account": site.account,
-            "qos": site.qos,
-            "reservation": site.reservation,
-            "time": site.time,
-        }
         first_count, *other_counts = self._nodes_by_group
         command = [
             "sbatch",
@@ -439,7 +432,7 @@ class Submission:
             f"--job-name={self.directory.parent.name}-{self.directory.name}",
             f"--nodes={first_count}",
             site.device_flag,
-            *(f"--{name}={value}" for name, value in options.items() if value is not None),
+            *site.job_flags,
             f"--signal=B:USR1@{site.checkpoint_margin_s}",
             f"--chdir={Path.cwd()}",
             f"--output={literal(self.directory)}/logs/slurm-%j.out",

@@ -26,6 +26,7 @@ from megatron_dppo.model.mapping import hf_tensors
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerFast
 
     from megatron_dppo.data.packing import PackedBatch
 
@@ -46,10 +47,17 @@ class CheckRow(VerdictRow):
 
 @dataclass(frozen=True)
 class Bench:
-    """The resources of a part. ``folder``: the folder for the files that the part keeps. ``gpus``: number of GPUs."""
+    """The resources of a part.
+
+    Attributes:
+        folder: the folder for the files that the part keeps.
+        gpus: number of GPUs.
+        overrides: ``key.path=value`` words that replace values in the configuration of each run and server of a part.
+    """
 
     folder: Path
     gpus: int
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,25 +131,38 @@ def tiny_model(folder: Path) -> Path:
     return folder
 
 
-def random_model(folder: Path, config: Mapping[str, Any]) -> Path:
-    """Write a checkpoint of ``config`` (as in config.json) with small random weights in its dtype."""
+def random_model(
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    device: str = "cpu",
+    tokenizer: PreTrainedTokenizerFast | None = None,
+) -> Path:
+    """Write a checkpoint of ``config`` (as in config.json) with small random weights in its dtype.
+
+    ``device`` draws the weights: a GPU draws billions of values in a second, a CPU in a minute. ``tokenizer`` is
+    written beside the weights.
+    """
     import torch
 
     from megatron_dppo.checkpoint_conversion.hf_folder import write_hf_checkpoint
 
     source = folder / "config"
     source.mkdir(parents=True)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(source)
     (source / "config.json").write_text(json.dumps(dict(config)))
     shape = load_model_shape(source)
     dtype = getattr(torch, shape.dtype)
-    seeded = torch.Generator().manual_seed(0)
+    seeded = torch.Generator(device).manual_seed(0)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, dims in hf_tensors(shape).items():
             if len(dims) == 1:
                 yield name, torch.ones(dims, dtype=dtype)
             else:
-                yield name, torch.empty(dims, dtype=dtype).normal_(0, 0.02, generator=seeded)
+                values = torch.empty(dims, dtype=dtype, device=device)
+                yield name, values.normal_(0, 0.02, generator=seeded).cpu()
 
     write_hf_checkpoint(folder / "model", shape, dtype, tensors(), side_files_from=source)
     return folder / "model"

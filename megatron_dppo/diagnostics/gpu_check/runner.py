@@ -10,7 +10,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -62,16 +62,18 @@ def run_part(
     limit_s: float,
     on_row: Callable[[CheckRow], None],
     package: str = PARTS,
+    overrides: Sequence[str] = (),
 ) -> PartResult:
     """Run ``part`` of ``package`` in the new folder ``folder`` for at most ``limit_s`` seconds.
 
-    ``folder`` must not exist. ``on_row`` is called with each row.
+    ``folder`` must not exist. ``on_row`` is called with each row. ``overrides`` as in ``Bench``.
     """
     folder.mkdir(parents=True)
     result = PartResult(part.name, part.shows)
     start_time = time.monotonic()
     deadline = start_time + limit_s
-    part_arguments = json.dumps([package, part.name, str(folder.resolve()), gpus]).encode()
+    bench_arguments = [str(folder.resolve()), gpus, list(overrides)]
+    part_arguments = json.dumps([package, part.name, *bench_arguments]).encode()
     with open(folder / LOG, "wb") as log:
         worker = WorkerProcess(_MODULE, part_arguments, environment=os.environ, output=log.fileno())
     code = None
@@ -129,11 +131,13 @@ def _judge(result: PartResult, code: int | None, limit_s: float, folder: Path) -
     result.why = f"{ending}\n{tail(folder / LOG, _QUOTED_LINES)}".rstrip()
 
 
-def _messages(package: str, name: str, folder: str, gpus: int) -> Iterator[CheckRow | str | None]:
+def _messages(
+    package: str, name: str, folder: str, gpus: int, overrides: Sequence[str]
+) -> Iterator[CheckRow | str | None]:
     """Run the part and yield its rows, then the text of its LackingError if it raised one, then None."""
     part = next(p for p in discover(package) if p.name == name)
     try:
-        yield from part.run(Bench(Path(folder), gpus))
+        yield from part.run(Bench(Path(folder), gpus, tuple(overrides)))
     except LackingError as lacking:
         yield str(lacking)
     yield None

@@ -1,6 +1,7 @@
 """The check of a GPU machine: its parts are found, run in processes of their own and reported, some without a GPU."""
 
 import json
+import os
 import re
 import sys
 import time
@@ -11,8 +12,14 @@ import psutil
 import pytest
 import torch
 
+from megatron_dppo.cluster.planner.devices import DEVICES
+from megatron_dppo.cluster.slurm.site import SiteConfig
+from megatron_dppo.config import load_config
 from megatron_dppo.diagnostics.gpu_check import Bench, at_most, discover, random_batch
 from megatron_dppo.diagnostics.gpu_check.__main__ import chosen_parts, fresh_folder, main, page
+from megatron_dppo.diagnostics.gpu_check.day import STAGES as DAY
+from megatron_dppo.diagnostics.gpu_check.day import Stage, run_day
+from megatron_dppo.diagnostics.gpu_check.nodes import collected, job_command, node_words
 from megatron_dppo.diagnostics.gpu_check.parts.kernels import KernelCase, errors, kernels, mask_rows
 from megatron_dppo.diagnostics.gpu_check.parts.loop import (
     cause_rows,
@@ -20,12 +27,23 @@ from megatron_dppo.diagnostics.gpu_check.parts.loop import (
     routing_rows,
     updates_row,
 )
+from megatron_dppo.diagnostics.gpu_check.parts.slice import _TIGHT as TIGHT
+from megatron_dppo.diagnostics.gpu_check.parts.slice import CONFIG as SLICED_CONFIG
+from megatron_dppo.diagnostics.gpu_check.parts.slice import (
+    figure_rows,
+    mean_figures,
+    plan_seconds,
+    planned,
+    slice_overrides,
+)
 from megatron_dppo.diagnostics.gpu_check.parts.trainer import LENGTHS, PassResult, compared
 from megatron_dppo.diagnostics.gpu_check.parts.trainer import _layout_row as layout_row
 from megatron_dppo.diagnostics.gpu_check.parts.trainer import _run_pass as run_pass
 from megatron_dppo.diagnostics.gpu_check.runner import run_part
+from megatron_dppo.diagnostics.gpu_check.runs import RECIPE, steps_without_checkpoint
 from megatron_dppo.metrics import table as names
 from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.system.toolkit import TORCH_LAYERS_VARIABLE
 from megatron_dppo.trainer import platform
 from tests.messages import mentioning, mentions
 from tests.patience import own_patience
@@ -156,6 +174,139 @@ def test_the_command_runs_the_parts_that_were_asked_for_and_writes_both_files(tm
     assert "![curve.png](good/curve.png)" in text
     assert main([*words[:-1], "good"]) == 0
     assert len(list(tmp_path.iterdir())) == 2  # the earlier folder was renamed
+
+
+def test_overrides_reach_the_parts_and_unknown_keys_are_refused(tmp_path, capsys):
+    words = ["--directory", str(tmp_path / "check"), "--parts", PLANTED, "--only", "good"]
+    assert main([*words, "--set", "optimizer.lr=2e-5", "--set", "run.seed=3"]) == 0
+    assert "overrides: optimizer.lr=2e-5 run.seed=3" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--set", "optimizer.speed=3"])
+    assert ended.value.code == 2
+    assert mentions(capsys.readouterr().err, "optimizer.speed", "unknown key")
+
+
+STAGES = (
+    Stage("crashing", 60, shows="layers"),
+    Stage("lacking", 60, shows="server"),
+    Stage("good", 60, needs_server=True),
+    Stage("wrong", 60),
+)
+
+
+@pytest.fixture
+def day(tmp_path, monkeypatch):
+    """Run ``STAGES``; return the results, and the seconds that each part was given."""
+    monkeypatch.setenv(TORCH_LAYERS_VARIABLE, "")
+    monkeypatch.delenv(TORCH_LAYERS_VARIABLE)
+    given_seconds = []
+
+    def run(part, limit_s):
+        given_seconds.append(round(limit_s))
+        folder = tmp_path / f"{len(given_seconds)}_{part.name}"
+        return run_part(part, folder, 0, limit_s, lambda row: None, PLANTED)
+
+    def run_stages(seconds, clock):
+        return list(run_day(discover(PLANTED), run, seconds, STAGES, clock)), given_seconds
+
+    return run_stages
+
+
+def test_a_day_goes_on_with_what_can_still_work(day):
+    results, given_seconds = day(1000, lambda: 0.0)
+    verdicts = [(result.name, result.verdict) for result in results]
+    assert verdicts == [
+        ("crashing", "crashed"),
+        ("crashing", "crashed"),  # once more, with layers of torch modules
+        ("lacking", "lacking"),
+        ("good", "lacking"),
+        ("wrong", "bad"),
+    ]
+    assert os.environ[TORCH_LAYERS_VARIABLE] == "1"
+    assert given_seconds == [60] * 4
+    assert "lacking" in results[3].why
+
+
+def test_a_day_ends_in_its_time(day):
+    now = iter([0.0, 30.0, *[95.0] * 6])
+    results, given_seconds = day(100, lambda: next(now))
+    assert given_seconds == [60, 10]
+    assert [result.verdict for result in results][2:] == ["lacking"] * 3
+    assert mentions(results[2].why, "100 s")
+
+
+def test_a_day_has_parts_that_are_there_in_less_than_their_limits():
+    limits = {part.name: part.limit_s for part in discover()}
+    assert all(stage.seconds <= limits[stage.part] for stage in DAY)
+
+
+def test_nodes_get_the_words_of_the_check_but_not_those_of_the_job(tmp_path):
+    words = ["--nodes", "2", "--site=s.yaml", "--day", "--directory", "d", "--set", "run.seed=1"]
+    assert node_words(words) == ["--day", "--set", "run.seed=1"]
+    site = SiteConfig(partition="gpu", time="00:30:00", sbatch_flags=["--constraint=h100"])
+    command = job_command(site, 2, tmp_path, node_words(words))
+    expected = {"--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--time=00:30:00", "--wait"}
+    assert expected <= set(command)
+    assert command[-1].endswith(f"{tmp_path} --day --set run.seed=1")
+
+
+def test_a_node_without_results_leaves_the_end_of_its_output(tmp_path):
+    (tmp_path / "n1").mkdir()
+    (tmp_path / "n1" / "gpu_check.json").write_text('{"gpus": 8}')
+    (tmp_path / "n2.out").write_text("no driver\n")
+    assert collected(tmp_path, {"n1": 0, "n2": 1}) == {
+        "nodes": {"n1": {"gpus": 8}, "n2": {"exit_code": 1, "output": "no driver"}}
+    }
+
+
+def slice_plan(tmp_path, layers, device, gpus, *overrides):
+    """The plan of the slice's first run, from its config.json alone."""
+    bench = Bench(tmp_path, gpus)
+    model = tmp_path / "checkpoint" / "model"
+    model.mkdir(parents=True)
+    config = json.loads(SLICED_CONFIG.read_text()) | {"num_hidden_layers": layers}
+    (model / "config.json").write_text(json.dumps(config))
+    config = load_config(RECIPE, [*slice_overrides(bench, tmp_path), *overrides])
+    return planned(config, DEVICES[device], gpus)
+
+
+@pytest.mark.parametrize(
+    ("layers", "device", "gpus", "overrides", "fits"),
+    [
+        (4, "h200", 1, (), True),
+        (8, "h200", 1, (), False),
+        (8, "h200", 1, TIGHT, True),
+        (4, "h100", 1, (), False),
+        (4, "h100", 1, TIGHT, True),
+        (8, "h100", 8, (), True),
+    ],
+)
+def test_a_slice_is_planned_before_it_runs(tmp_path, layers, device, gpus, overrides, fits):
+    assert slice_plan(tmp_path, layers, device, gpus, *overrides).fits is fits
+
+
+def test_a_slices_seconds_are_beside_the_plans_and_the_first_runs(tmp_path):
+    plan = slice_plan(tmp_path, 4, "h200", 1)
+    seconds = plan_seconds(plan)
+    assert min(seconds.values()) > 0
+    record = {
+        "step": 2, names.phase_seconds("generate"): 4.0, names.phase_seconds("train"): 2.0,
+        names.UPDATE_SECONDS: 1.0, names.TOKENS_PER_SECOND: 1000.0, "rollout/tokens": 4000,
+        "rollout/response_length": 500.0,
+    }  # fmt: skip
+    warm_up = {**record, "step": 1, names.phase_seconds("train"): 50.0}
+    figures = mean_figures([{"step": 0}, warm_up, record, {**record, "step": 3}])
+    assert (figures["generate"], figures["train"], figures["step"]) == (4.0, 2.0, 6.0)
+    rows = {row.label: row for row in figure_rows("R3", figures, {**figures, "train": 1.0}, plan)}
+    training = rows["R3: train"]
+    assert training.figures["of_first_run"] == 2.0
+    assert training.figures["ratio"] == pytest.approx(2.0 / seconds["train"])
+    assert mentions(rows["R3: generate"].measured, "1,000 tokens/s")
+
+
+def test_a_run_that_ends_early_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match=mentioning("exit code 2", "step 3")):
+        steps_without_checkpoint(["optimizer.speed=1"], tmp_path, 3)
 
 
 def test_a_fresh_folder_never_deletes_an_earlier_one(tmp_path):

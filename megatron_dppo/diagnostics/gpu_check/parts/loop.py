@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,21 +14,21 @@ from typing import Any, Self
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo import EXAMPLES
-from megatron_dppo.cluster.preflight.inspection import package_version
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.diagnostics.gpu_check import (
     Bench,
     CheckRow,
-    LackingError,
     at_most,
     must_run,
     part,
     run_command,
     tiny_model,
 )
+from megatron_dppo.diagnostics.gpu_check.runs import (
+    require_engine,
+    start_server,
+    tiny_run,
+)
 from megatron_dppo.engine.client import HttpClient
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights, WireHeader
 from megatron_dppo.metrics import table as metric_names
@@ -38,49 +37,8 @@ from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.network import free_port
 from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup, call_off
 from megatron_dppo.weight_sync.engines import GRACE_S, EngineFaultError, Engines, local_address
-
-RECIPE = str(EXAMPLES / "tiny_moe" / "config.yaml")
-_SMALL = (
-    "parallel.world_size=1", "parallel.expert=1", "rollout.prompts_per_step=16",
-    "training.prompts_per_mini_batch=8", "evaluation.every=1000", "data.evaluation={}",
-    "checkpoint.verify_export=false",
-)  # fmt: skip
-
-
-def require_engine() -> None:
-    """Raise LackingError if SGLang is not installed."""
-    if package_version("sglang") is None:
-        raise LackingError("sglang is not installed")
-
-
-def tiny_run(bench: Bench, name: str, dtype: Dtype, overrides: Sequence[str]) -> Path:
-    """Train the demo's random model, one step unless ``overrides`` set more; return the run's directory."""
-    require_engine()
-    from megatron_dppo.demo.material import engine_overrides, make_data
-
-    material = bench.folder / "material"
-    if not material.exists():
-        tiny_model(material / "model")
-        make_data(material, seed=1)
-    directory = bench.folder / name
-    must_run(
-        [
-            "train",
-            RECIPE,
-            f"run.directory={directory}",
-            "run.steps=1",
-            f"model.hf_checkpoint={material / 'model'}",
-            f"model.dtype={dtype}",
-            f"data.train={material / 'train.jsonl'}",
-            *_SMALL,
-            *engine_overrides(bench.gpus),
-            *overrides,
-        ]
-    )
-    return directory
 
 
 def updates_row(label: str, records: Sequence[Record]) -> CheckRow:
@@ -204,6 +162,39 @@ def weights(bench: Bench) -> Iterator[CheckRow]:
         yield updates_row(label, read_records(run))
 
 
+@part("trainer and server take turns on one device, weights by shared memory and by disk", 600.0)
+def colocated(bench: Bench) -> Iterator[CheckRow]:
+    """Train two steps with each strategy. In each turn, one side releases its memory and the other restores its own.
+
+    On a GPU the server releases weights and key-value cache, and the trainer parks its state in host memory. Without a
+    GPU, SGLang accepts the calls and releases nothing; the trainer still parks.
+    """
+    dtype: Dtype = "bfloat16" if bench.gpus else "float32"
+    for strategy in ("tensor", "disk"):
+        label_without_gpu, label_with_gpus = UPDATE_LABELS[strategy]
+        label = label_with_gpus if bench.gpus else label_without_gpu
+        settings = [
+            "engine.placement=colocated",
+            "run.steps=2",
+            f"weight_sync.strategy={strategy}",
+        ]
+        records = read_records(tiny_run(bench, strategy, dtype, settings))
+        yield updates_row(label, records)
+        yield gap_row(records[-1], dtype)
+        yield turns_row(f"{label}: a step in turns", records[-1])
+
+
+def turns_row(label: str, record: Record) -> CheckRow:
+    """Return a row of the seconds of a step's phases, for reading."""
+    seconds: dict[str, float] = {}
+    for name, value in record.items():
+        phase = metric_names.phase_of(name)
+        if phase is not None and value is not None:
+            seconds[phase] = value
+    text = ", ".join(f"{phase} {value:.2g} s" for phase, value in seconds.items())
+    return CheckRow(label, text, figures=seconds)
+
+
 UPDATE_LIMIT_S = 10.0
 """``weight_sync.timeout_s`` of the updates that ``broken_update`` interrupts."""
 _ENTER_S = 2.0
@@ -249,21 +240,10 @@ class InterruptedServer:
     def start(cls, bench: Bench, model: Path, runner: AsyncRunner, name: str) -> Self:
         """Start a server and wait until it is healthy. If there are GPUs, the server uses the second GPU."""
         dtype: Dtype = "bfloat16" if bench.gpus else "float32"
-        key = secrets.token_hex()
-        port = free_port("127.0.0.1")
-        process = EngineProcess(
-            ServerSections.of(_server_config(model, dtype, bench.gpus)),
-            port=port,
-            log_path=bench.folder / f"server_{name}.log",
-            seed=1,
-            api_key=key,
-            admin_api_key=key,
-            first_device=min(bench.gpus, 1),
-        )
-        process.start()
-        process.wait_healthy()
+        started = start_server(bench, model, dtype, name, first_device=min(bench.gpus, 1))
+        process = started.process
         connect = EngineWeights.connect(
-            HttpClient(process.url, key, key),
+            HttpClient(process.url, started.key, started.key),
             load_model_shape(model),
             dtype,
             timeout_s=UPDATE_LIMIT_S,
@@ -341,22 +321,6 @@ class InterruptedServer:
         self.process.kill()
 
 
-def _server_config(model: Path, dtype: Dtype, gpus: int) -> TrainConfig:
-    # The heads of the tiny model have 32 elements. Triton's attention supports this size.
-    sglang = {"attention_backend": "triton"} if gpus else {}
-    return TrainConfig.model_validate(
-        {
-            "run": {"directory": str(model.parent / "run"), "steps": 1},
-            "model": {"hf_checkpoint": str(model), "dtype": dtype},
-            "data": {"train": "unused.jsonl"},
-            "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 64},
-            "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 1024},
-            "optimizer": {"lr": 1e-5},
-            "sglang": sglang,
-        }
-    )
-
-
 def interrupted_rows(
     server: InterruptedServer,
     what: str,
@@ -405,7 +369,7 @@ def demo(bench: Bench) -> Iterator[CheckRow]:
     """Run the demo, yield its figures and keep its report. The demo's exit code is its own verdict."""
     require_engine()
     run = bench.folder / "run"
-    code = run_command(["demo", "--directory", str(run)])
+    code = run_command(["demo", "--directory", str(run), *bench.overrides])
     yield CheckRow("exit code", str(code), "0", code == 0)
     summary = run / "summary.json"
     if summary.exists():

@@ -15,6 +15,8 @@ def good(bench):
     (bench.folder / "numbers.json").write_text("{}")
     yield at_most("error", 0.25, 0.5, " nats")
     yield CheckRow("GPUs", str(bench.gpus))
+    if bench.overrides:
+        yield CheckRow("overrides", " ".join(bench.overrides))
 
 
 @part("what is not here", 110.0)
