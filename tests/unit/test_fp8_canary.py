@@ -135,6 +135,10 @@ def read_one_projection_wrong(name: str, scales: Tensor) -> Tensor:
     return 2 * scales if name.endswith(".1.self_attn.o_proj") else scales
 
 
+def read_all_too_large(name: str, scales: Tensor) -> Tensor:
+    return 1.05 * scales
+
+
 def _as_a_kernel_reads(x: Tensor) -> Tensor:
     return round_activations(x).to(x.dtype)
 
@@ -196,15 +200,13 @@ def _vary_blocks(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.fixture(scope="module")
-def scored(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def score_model(folder: Path, seed: int, **sizes: int) -> Any:
     """Return an FP8 engine of a random model, the prompts, and the trainer's scores with their noise."""
     from megatron_dppo.trainer.topology import destroy_topology
     from megatron_dppo.trainer.weight_source import TrainerWeights
     from tests.distributed.test_trainer_steps import make_trainer
 
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder, dtype=torch.bfloat16, **SIZES)
+    save_tiny_model(folder, seed=seed, dtype=torch.bfloat16, **(SIZES | sizes))
     _vary_blocks(folder)
     trainer = make_trainer(str(folder), {}, {"dtype": "bfloat16"})
     source = TrainerWeights(trainer)
@@ -215,6 +217,11 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Any:
     destroy_topology()
     torch.distributed.destroy_process_group()
     return Fp8Engine(folder), prompts, scores, Fp8Noise(twice, scaled)
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return score_model(tmp_path_factory.mktemp("model"), 0)
 
 
 def test_right_scales_pass(scored: Any) -> None:
@@ -229,12 +236,25 @@ def test_right_scales_pass(scored: Any) -> None:
         read_one,
         read_one_expert_wrong,
         read_one_projection_wrong,
+        read_all_too_large,
     ],
 )
 def test_wrong_scales_are_found(scored: Any, misreading: Misreading) -> None:
     engine, prompts, scores, noise = scored
     with pytest.raises(CanaryError, match="scales"):
         compare_with_noise(scores, engine.score(prompts, misreading), noise)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 4, 8])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_five_percent_in_all_scales_are_found_in_each_model(
+    tmp_path: Path, seed: int, layers: int
+) -> None:
+    engine, prompts, scores, noise = score_model(tmp_path, seed, layers=layers)
+    compare_with_noise(scores, engine.score(prompts, lambda name, scales: scales), noise)
+    with pytest.raises(CanaryError, match="times those that were sent"):
+        compare_with_noise(scores, engine.score(prompts, read_all_too_large), noise)
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.0, 1.0])
