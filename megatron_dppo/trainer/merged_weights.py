@@ -47,7 +47,8 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
         if key not in self._cache:
             delta = self._deltas[key]().float()
             self._cache[key] = (base.float() + delta).to(base.dtype)
-            change = self._cache[key].float().sub_(base).flatten()
+            # Out of place: in float32, ``float`` returns the merged weight itself.
+            change = (self._cache[key].float() - base).flatten()
             delta = delta.flatten()
             self._held.append((change.dot(delta), delta.dot(delta)))
             if len(self._cache) > _CACHE_SIZE:

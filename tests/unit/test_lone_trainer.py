@@ -113,7 +113,7 @@ def test_an_update_is_compared_at_temperature_1(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_update_reports_which_part_of_the_adapters_its_weights_hold(
+def test_an_update_has_merged_weights_and_reports_which_part_of_the_adapters_they_hold(
     folder: Path, tmp_path: Path, dtype: str
 ) -> None:
     from megatron_dppo.trainer.weight_source import TrainerWeights
@@ -123,8 +123,9 @@ def test_an_update_reports_which_part_of_the_adapters_its_weights_hold(
     changes = {"lora": {**section, "start_from": str(start)}, "dtype": dtype}
     trainer = make_trainer(str(folder / "dense"), {}, changes)
     source = TrainerWeights(trainer)
-    for _ in source.gather(source.plan(1 << 20, spread=False)):
-        pass
+    gathered: dict[str, torch.Tensor] = {}
+    for bucket in source.gather(source.plan(1 << 20, spread=False)):
+        gathered |= {name: tensor.clone() for name, tensor in bucket.tensors}
     along, size = source.held_update()
     assert source.held_update() == (0, 0)
     trainer.close()
@@ -138,8 +139,11 @@ def test_an_update_reports_which_part_of_the_adapters_its_weights_hold(
             continue
         b = adapters[name.replace("lora_A", "lora_B")]
         delta = 0.01 / 4 * (b.to(number_type).float() @ a.to(number_type).float())
-        weight = base[name.removeprefix("base_model.model.").replace(".lora_A", "")].to(number_type)
-        held = (weight.float() + delta).to(number_type).float() - weight.float()
+        weight_name = name.removeprefix("base_model.model.").replace(".lora_A", "")
+        weight = base[weight_name].to(number_type)
+        merged = (weight.float() + delta).to(number_type)
+        torch.testing.assert_close(gathered[weight_name], merged)
+        held = merged.float() - weight.float()
         expected_along += float((held * delta).sum())
         expected_size += float((delta * delta).sum())
     assert size == pytest.approx(expected_size, rel=1e-3)
