@@ -46,6 +46,8 @@ from tests.unit import test_environments as environments
 from tests.unit.planted_agents import TOOL
 from tests.unit.test_environments import IM_END, LIMITS, PROBLEM, Engine
 
+pytestmark = pytest.mark.second
+
 PLANTED = "tests.unit.planted_agents"
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"

@@ -20,6 +20,8 @@ from tests.messages import mentions
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal, write_config
 
+pytestmark = pytest.mark.second
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

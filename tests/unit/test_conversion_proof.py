@@ -25,6 +25,8 @@ from megatron_dppo.model.resharding import (
 )
 from megatron_dppo.model.shape import ModelShape
 
+pytestmark = pytest.mark.second
+
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
 PARAMETERS = {
     "qwen3-30b-a3b": 30_532_122_624,

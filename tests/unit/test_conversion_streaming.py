@@ -29,6 +29,8 @@ from tests.patience import run_patiently
 from tests.tiny_models import save_hollow_model, save_tiny_model
 from tests.unit.test_batch_file import flipped
 
+pytestmark = pytest.mark.second
+
 SIDE_FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 
 

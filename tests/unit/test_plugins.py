@@ -20,6 +20,8 @@ from tests.messages import mentions
 from tests.patience import run_patiently
 from tests.ranks import ROOT
 
+pytestmark = pytest.mark.second
+
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:

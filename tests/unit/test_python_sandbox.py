@@ -31,6 +31,8 @@ from megatron_dppo.environments.workers import (
 from tests.messages import mentioning
 from tests.patience import Patience, family_of, happens, own_patience
 
+pytestmark = pytest.mark.second
+
 
 @pytest.fixture(scope="module")
 def sandbox() -> None:

@@ -23,6 +23,8 @@ from megatron_dppo.rewards.verifier import Verifier, VerifierError
 from tests.messages import mentioning
 from tests.tiny_models import tiny_tokenizer
 
+pytestmark = pytest.mark.second
+
 WITHOUT_ANSWER = {
     "boxnet": "a plan for robots: none is generated",
     "graph_color": "any valid colouring: the generator's is in its metadata",

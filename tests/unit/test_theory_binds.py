@@ -19,6 +19,8 @@ from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.table import PRESETS
 
+pytestmark = pytest.mark.second
+
 F64 = torch.float64
 
 

@@ -41,6 +41,8 @@ from megatron_dppo.environments.turn_template import TurnTemplate
 from megatron_dppo.launch.placement import Allocation, Host, Roles, place
 from megatron_dppo.rewards import find_reward
 
+pytestmark = pytest.mark.second
+
 
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]

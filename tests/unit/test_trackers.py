@@ -26,6 +26,8 @@ from tests.messages import mentioning, mentions
 from tests.patience import happens, run_patiently
 from tests.unit.config_files import minimal
 
+pytestmark = pytest.mark.second
+
 BROKEN = "tests.unit.planted_broken"
 SAMPLE = {
     "step": 0,

@@ -15,6 +15,8 @@ from megatron_dppo.vocab_parallel.backends import BACKENDS
 from megatron_dppo.vocab_parallel.policy_stats import dense_policy_stats
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.second
+
 T, COLUMNS, V = 6, 9000, 8990
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

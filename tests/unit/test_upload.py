@@ -22,6 +22,8 @@ from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal, write_config
 from tests.unit.small_hub import small_hub
 
+pytestmark = pytest.mark.second
+
 
 @pytest.fixture
 def hub():
