@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dppo.config import TrainConfig
+from megatron_dppo.config.data_schema import REWARD_OF_ENVIRONMENT
 from megatron_dppo.demo.material import EXPORT_BOUNDS
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import Record
@@ -32,7 +33,6 @@ def findings(
     updates = summary["weight_updates"]
     verified_updates = summary["weight_updates_verified"]
     steps = round(sum(record.get(metric_names.OPTIMIZER_STEPS) or 0 for record in records))
-    grad_norm = _largest(records, metric_names.GRAD_NORM)
     resume = "resumed" if was_resumed else "ended before the stop"
     accuracy_by_set = summary["eval_accuracy_by_set"]
     has_all_sets = set(accuracy_by_set) == set(config.data.evaluation_files)
@@ -50,7 +50,7 @@ def findings(
             summary["mean_abs_prob_gap"],
             BY_METRIC[metric_names.GAP_ON_POLICY].upper(config.precision),
         ),
-        VerdictRow("gradient norm", _small(grad_norm), "above 0", bool(grad_norm)),
+        _gradient_row(config, records),
         VerdictRow("stop and resume", resume, "", None),
         VerdictRow("evaluation", _accuracies(accuracy_by_set), "each set", has_all_sets),
         _bounded(
@@ -76,6 +76,21 @@ def findings(
         rows.append(VerdictRow("turns of an episode", _small(turns), "above 0", bool(turns)))
         rows.append(_environment_row(config.environment.name, summary["environment_faults"]))
     return rows
+
+
+def _gradient_row(config: TrainConfig, records: Sequence[Record]) -> VerdictRow:
+    """Compare the gradient with 0. No verdict if an environment, which gives all rewards, gave all responses the same.
+
+    A random model may play every episode equally badly. In any other run, the rehearsal's reward differs between
+    responses.
+    """
+    grad_norm = _largest(records, metric_names.GRAD_NORM)
+    if config.reward.name == REWARD_OF_ENVIRONMENT and not grad_norm:
+        shares = [record.get(metric_names.ZERO_VARIANCE_GROUPS) for record in records]
+        if all(share == 1.0 for share in shares):
+            expected = "the environment rewarded all responses alike"
+            return VerdictRow("gradient norm", _small(grad_norm), expected, None)
+    return VerdictRow("gradient norm", _small(grad_norm), "above 0", bool(grad_norm))
 
 
 def _environment_row(name: str, faults: Sequence[Mapping[str, Any]]) -> VerdictRow:

@@ -445,15 +445,49 @@ def test_a_rehearsal_without_a_result_keeps_its_row_of_the_page(tmp_path):
     assert sum("not run" in line for line in lines) == len(rehearsals.NAMES) - 1
 
 
+SUMMARY = {
+    "weight_updates": 3, "weight_updates_verified": 3, "layout": "DP1", "mean_abs_prob_gap": 0.0,
+    "hf_export_max_logprob_diff": 0.0, "environment_faults": [],
+}  # fmt: skip
+
+
+def missed_findings(recipe, records):
+    """Return the labels of the findings that do not hold, of a rehearsal of ``recipe`` with these metrics."""
+    config = load_config(RECIPES / f"{recipe}.yaml")
+    summary = {
+        **SUMMARY,
+        "eval_accuracy_by_set": dict.fromkeys(config.data.evaluation_files, (0.0, 0.5)),
+    }
+    result_rows = findings(config, summary, records, was_resumed=True)
+    return {row.label for row in result_rows if row.holds is False}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "norms", "shares", "holds"),
+    [
+        ("qwen3_1.7b_base_sudoku", (0.0, 0.0), (1.0, 1.0), True),
+        ("qwen3_1.7b_base_sudoku", (0.0, 0.0), (1.0, 0.9), False),
+        ("qwen3_1.7b_base_sudoku", (0.0, 0.3), (1.0, 0.9), True),
+        ("qwen3_1.7b_base_arc_1d", (0.0, 0.0), (1.0, 1.0), False),
+    ],
+)
+def test_no_gradient_is_right_only_if_an_environment_rewards_all_responses_alike(
+    recipe, norms, shares, holds
+):
+    records = [
+        {
+            names.OPTIMIZER_STEPS: 2,
+            names.GRAD_NORM: norm,
+            names.ZERO_VARIANCE_GROUPS: share,
+            names.TURNS: 2.0,
+        }
+        for norm, share in zip(norms, shares, strict=True)
+    ]
+    assert missed_findings(recipe, records) == (set() if holds else {"gradient norm"})
+
+
 @pytest.mark.parametrize(("seen", "holds"), [(1.0, True), (2.0, False), (None, False)])
 def test_tokens_older_than_the_recipe_allows_fail_a_rehearsal(seen, holds):
-    config = load_config(RECIPES / "qwen3_30b_a3b_async.yaml")
-    sets = dict.fromkeys(config.data.evaluation_files, (0.0, 0.5))
-    summary = {
-        "weight_updates": 3, "weight_updates_verified": 3, "layout": "DP1", "eval_accuracy_by_set": sets,
-        "mean_abs_prob_gap": 0.0, "hf_export_max_logprob_diff": 0.0,
-    }  # fmt: skip
     record = {names.OPTIMIZER_STEPS: 2, names.GRAD_NORM: 1.0, names.STALENESS_MAX: seen}
-    result_rows = findings(config, summary, [record], was_resumed=True)
-    missed = {row.label for row in result_rows if row.holds is False}
+    missed = missed_findings("qwen3_30b_a3b_async", [record])
     assert missed == (set() if holds else {"staleness of a token"})
