@@ -420,6 +420,26 @@ def test_the_convolution_sees_no_token_of_another_sequence() -> None:
         start += length
 
 
+def test_the_engine_splits_products_by_key_head_as_transformers_does() -> None:
+    torch.manual_seed(6)
+    sizes = SimpleNamespace(num_k_heads=2, num_v_heads=4, head_k_dim=3, head_v_dim=5)
+    qkvz, ba = torch.randn(7, 2 * 2 * 3 + 2 * 4 * 5), torch.randn(7, 2 * 4)
+    found = engine_delta_net.split_by_head(qkvz, ba, 2, 4, 3, 5)
+    q, k, v, z, b, a = (
+        part[0]
+        for part in Qwen3NextGatedDeltaNet.fix_query_key_value_ordering(sizes, qkvz[None], ba[None])
+    )
+    mixed = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1)
+    for own, expected in zip(found, (mixed, z, b, a), strict=True):
+        assert torch.equal(own, expected)
+    # Products by section are the same parts side by side.
+    by_section = torch.cat([mixed, z.flatten(1)], 1), torch.cat([b, a], 1)
+    for own, expected in zip(
+        engine_delta_net.split_by_section(*by_section, 2, 4, 3, 5), found, strict=True
+    ):
+        assert torch.equal(own, expected)
+
+
 def test_the_engines_value_heads_have_the_key_heads_of_transformers() -> None:
     """Value heads 0 and 1 have key head 0, and value heads 2 and 3 have key head 1."""
     torch.manual_seed(4)
