@@ -16,7 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dppo.config import SupervisedConfig, check_supervised_config, load_as, resolved_yaml
+from megatron_dppo.config import (
+    ConfigError,
+    SupervisedConfig,
+    check_supervised_config,
+    load_as,
+    resolved_yaml,
+)
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.machine import set_allocator, set_precision, this_machine
 from megatron_dppo.data.trajectory import Trajectory
@@ -25,6 +31,7 @@ from megatron_dppo.launch.library_checks import (
     CHECK,
     check_everything_supervised,
     check_in_child,
+    checkpoint_faults,
     untried_options,
 )
 from megatron_dppo.launch.local import run_local
@@ -167,6 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_as(SupervisedConfig, options.config, options.overrides)
         if options.check:
             check_everything_supervised(config, options.config)
+            faults = list(checkpoint_faults(config.model.hf_checkpoint))
+            if faults:
+                raise ConfigError(faults, options.config)
             _load_data(config)
             for warning in untried_options(config):
                 print(f"warning: {warning}")

@@ -40,6 +40,7 @@ from megatron_dppo.launch.library_checks import (
     CHECK,
     check_everything,
     check_in_child,
+    checkpoint_faults,
     embedding_warnings,
     untried_options,
 )
@@ -155,6 +156,7 @@ def _stage_faults(
         layout = check_everything(config, options.config, weights=options.answers is not None)
     except ConfigError as error:
         faults += error.faults
+    faults += checkpoint_faults(config.model.hf_checkpoint)
     # The function takes faults like keys, because each fault begins with its key.
     faults += data_and_resume_faults(config, [*faulty_keys, *faults], options.answers)
     return layout, faults

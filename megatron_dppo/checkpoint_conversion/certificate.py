@@ -188,7 +188,8 @@ def read_body(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: no such file; the folder is not a finished conversion"
         ) from None
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    # ``pop`` raises TypeError for a list, and AttributeError for a number.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a readable certificate ({error!r})") from error
     if body.get("version") != VERSION:
         raise CheckpointError(f"{path}: version {body.get('version')!r}, expected {VERSION}")

@@ -34,12 +34,12 @@ from megatron_dppo.model.families import (
 from megatron_dppo.model.mapping import hf_tensors, own_dtypes
 from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.weight_index import INDEX, read_weight_index
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import Closing, sync_folder, sync_to_disk
 
 log = logging.getLogger(__name__)
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DEFAULT_SHARD_BYTES = 5 * 10**9
 SLACK_BYTES = 16 << 20
@@ -210,7 +210,7 @@ class SafetensorsReader(Closing):
                 raise CheckpointError(f"{self.folder}: has neither {INDEX} nor {SINGLE}")
             self._add(self.folder / SINGLE)
             return
-        weight_map = _read_index(index)
+        weight_map = read_weight_index(index)
         for name in sorted(set(weight_map.values())):
             if not (self.folder / name).exists():
                 raise CheckpointError(f"{index}: names {name}, which is not in the folder")
@@ -452,19 +452,11 @@ def weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     index = folder / INDEX
     if index.exists():
-        return sorted({folder / name for name in _read_index(index).values()})
+        return sorted({folder / name for name in read_weight_index(index).values()})
     # consolidated.safetensors is a copy of the single file, with other names of tensors. SGLang does not read the copy.
     if [path.name for path in files] == ["consolidated.safetensors", SINGLE]:
         return files[1:]
     return files
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        return {str(k): str(v) for k, v in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not an index with a weight_map ({error!r})") from error
 
 
 def plan_files(

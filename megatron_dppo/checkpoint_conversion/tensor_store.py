@@ -10,6 +10,7 @@ import ctypes
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,6 +129,10 @@ class SafetensorsFile:
         except CheckpointError:
             os.close(self._fd)
             raise
+        except OSError as error:
+            # A folder can be opened, and has no bytes.
+            os.close(self._fd)
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
         # (name, matrix) of the transposed matrix that was read last. Its rows are not contiguous in the file, so the
         # file is read once for the whole matrix, and the following calls for its rows use this copy.
         self._transposed: tuple[str, torch.Tensor] | None = None
@@ -165,10 +170,12 @@ def _read_header(fd: int, path: Path) -> dict[str, Entry]:
             f"{path}: {size} bytes cannot hold a header of {length} bytes; truncated or another format"
         )
     try:
-        header = json.loads(os.pread(fd, length, 8))
+        header = json.loads(os.pread(fd, length, 8), object_pairs_hook=_unique_keys)
     # json raises ValueError for text that is no JSON, and RecursionError for text that is nested too deeply.
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its header is not JSON ({error})") from error
+        raise CheckpointError(
+            f"{path}: its header is not JSON with one entry for each name ({error})"
+        ) from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is a {type(header).__name__}, expected a table")
     header.pop("__metadata__", None)
@@ -190,6 +197,15 @@ def _read_header(fd: int, path: Path) -> dict[str, Entry]:
             f"{path}: has {size} bytes, its header describes {end}; truncated or overwritten"
         )
     return entries
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the table of ``pairs``. Raises ValueError for a name that occurs twice: json would keep the last one."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]!r} occurs twice")
+    return table
 
 
 class _HeaderEntry(BaseModel):
@@ -215,7 +231,7 @@ def _entry(path: Path, name: str, facts: Any, base: int) -> Entry:
     entry = Entry(tuple(checked.shape), DTYPES[code], offset=base + begin)
     if end - begin != entry.bytes:
         raise CheckpointError(
-            f"{path}: {name} of shape {entry.shape} and dtype {code} has {end - begin} bytes"
+            f"{path}: {name} of shape {entry.shape} and dtype {code} has {end - begin} bytes, expected {entry.bytes}"
         )
     return entry
 

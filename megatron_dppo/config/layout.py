@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.schema import RolloutConfig, TrainingConfig
-from megatron_dppo.model.errors import ModelConfigError, UnsupportedModelError
+from megatron_dppo.model.errors import CheckpointError, ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import (
     Layout,
@@ -20,9 +19,9 @@ from megatron_dppo.model.layout import (
 )
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import padded_vocab_size
+from megatron_dppo.model.weight_index import INDEX, read_weight_index
 
 _KEY = "model.hf_checkpoint"
-_INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 """Sets of files: a tokenizer has all files of one set."""
 
@@ -59,12 +58,12 @@ def missing_weights(folder: str | Path) -> list[str]:
     folder = Path(folder)
     if index_faults := _index_faults(folder):
         return index_faults
-    index = folder / _INDEX
+    index = folder / INDEX
     if not index.is_file():
         if (folder / "model.safetensors").is_file():
             return []
         return [f"no weights in {folder}: expected model.safetensors or {index.name}"]
-    shards = _shards(index) or []
+    shards = sorted(set(read_weight_index(index).values()))
     missing_shards = [name for name in shards if not (folder / name).is_file()]
     if not missing_shards:
         return []
@@ -78,24 +77,14 @@ def missing_weights(folder: str | Path) -> list[str]:
 
 def _index_faults(folder: Path) -> list[str]:
     """Return one line about an index that can't be read; an empty list for a valid index, or without an index."""
-    index = folder / _INDEX
-    if not index.is_file() or _shards(index) is not None:
+    index = folder / INDEX
+    if not index.is_file():
         return []
-    return [f'{index} is damaged, expected {{"weight_map": {{tensor name: file name}}}}']
-
-
-def _shards(index: Path) -> list[str] | None:
-    """Return the names of the files in an index, sorted; None if ``index`` is no valid index."""
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    files = None
-    if isinstance(content, dict):
-        files = content.get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        return None
-    return sorted(set(files.values()))
+        read_weight_index(index)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
 
 
 def _missing_tokenizer(folder: Path) -> list[str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _CONFIG = "tokenizer_config.json"
+_MAX_ID = 1 << 24
 _COMPARED_TEXTS = (
     "What is 3+5?\n\nIt  is 8.",
     " A space before,\ta tab, a line end\r\n  and [1, 23, 456, 7890] \n",
@@ -44,8 +45,10 @@ def load_named_tokenizer(
     # Import lazily: the import takes seconds.
     from transformers import AutoTokenizer
 
+    # Load tokenizer.json first: a far id makes transformers busy for minutes.
+    rules = _rules_of(name, local_files_only)
     tokenizer = _loaded(AutoTokenizer, name, local_files_only)
-    return with_file_rules(tokenizer, name, local_files_only=local_files_only)
+    return _with_rules(tokenizer, rules, name, local_files_only)
 
 
 def with_file_rules(
@@ -56,17 +59,26 @@ def with_file_rules(
     A tokenizer with other rules is logged as a warning. Raises DataError if its other files contradict tokenizer.json
     with any class.
     """
+    return _with_rules(tokenizer, _rules_of(name, local_files_only), name, local_files_only)
+
+
+def _with_rules(
+    tokenizer: PreTrainedTokenizerBase,
+    rules: Tokenizer | None,
+    name: str | Path,
+    local_files_only: bool,
+) -> PreTrainedTokenizerBase:
+    """As ``with_file_rules``; ``rules``: the result of ``_rules_of``."""
     from transformers import PreTrainedTokenizerFast
 
-    rules = _rules_of(name, local_files_only)
     if rules is None:
         return tokenizer
-    difference = _difference(rules, tokenizer)
+    difference = _difference(rules, tokenizer, name)
     if difference is None:
         return tokenizer
     # This class keeps tokenizer.json as it is.
     plain_tokenizer = _loaded(PreTrainedTokenizerFast, name, local_files_only)
-    remaining_difference = _difference(rules, plain_tokenizer)
+    remaining_difference = _difference(rules, plain_tokenizer, name)
     if remaining_difference is not None:
         raise DataError(
             f"{name}: with the keys of {_CONFIG}, the tokenizer {remaining_difference}; expected the rules of "
@@ -93,18 +105,29 @@ def _loaded(loader: Any, name: str | Path, local_files_only: bool) -> PreTrained
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(str(name), **options)
     # A damaged file can cause any exception; the tokenizers library raises bare Exceptions.
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DataError(
-            f"{name}: its tokenizer can't be loaded: {type(error).__name__}: {reason}"
-        ) from error
+        raise DataError(f"{name}: its tokenizer can't be loaded: {_reason(error)}") from error
     return tokenizer
 
 
-def _difference(rules: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> str | None:
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _difference(
+    rules: Tokenizer, tokenizer: PreTrainedTokenizerBase, name: str | Path
+) -> str | None:
     """Describe the first text whose ids, or the text of whose ids, differ between a tokenizer and ``rules``.
 
-    Returns None without a difference.
+    Returns None without a difference. Raises DataError if the tokenizer ``name`` can't encode or decode a text.
     """
+    try:
+        return _first_difference(rules, tokenizer)
+    # As in ``_loaded``: files that were loaded may have values that no text can be encoded with.
+    except Exception as error:
+        raise DataError(f"{name}: its tokenizer can't encode text: {_reason(error)}") from error
+
+
+def _first_difference(rules: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> str | None:
     for text in _COMPARED_TEXTS:
         expected_ids = rules.encode(text, add_special_tokens=False).ids
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -142,13 +165,26 @@ def _declared_class(name: str | Path) -> Any:
 
 
 def _rules_of(name: str | Path, local_files_only: bool) -> Tokenizer | None:
-    """Load tokenizer.json without its limits of length; None if there is none."""
+    """Load tokenizer.json without its limits of length; None if there is none.
+
+    Raises DataError if it can't be loaded, or if an id is ``_MAX_ID`` or more.
+    """
     from tokenizers import Tokenizer
 
-    path = _file_of(name, "tokenizer.json", local_files_only)
-    if path is None:
-        return None
-    rules = Tokenizer.from_file(path)
+    try:
+        path = _file_of(name, "tokenizer.json", local_files_only)
+        if path is None:
+            return None
+        rules = Tokenizer.from_file(path)
+    # As in ``_loaded``.
+    except Exception as error:
+        raise DataError(f"{name}: its tokenizer can't be loaded: {_reason(error)}") from error
     rules.no_truncation()
     rules.no_padding()
+    for token, token_id in rules.get_vocab().items():
+        if token_id >= _MAX_ID:
+            raise DataError(
+                f"{path}: the token {token!r} has the id {token_id}, expected an id below {_MAX_ID}: a model has a "
+                "row for each id"
+            )
     return rules

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from megatron_dppo.data.chat import ChatTemplateError, render
+from megatron_dppo.data.records import DataError
 from megatron_dppo.model.families import language_model_values
 
 if TYPE_CHECKING:
@@ -47,17 +48,21 @@ class ResponseEnds:
         """Return the ends for the model in ``folder``, and for the run's own stop tokens and stop texts.
 
         A server reads ``eos_token_id``, a number or a list, of config.json and generation_config.json, and the
-        tokenizer's token.
+        tokenizer's token. Raises DataError for another value in a file.
         """
         places: dict[int, list[str]] = {}
 
         def add(ids: Any, place: str) -> None:
-            for token in ids if isinstance(ids, list | tuple) else [ids]:
-                if type(token) is int:
-                    places.setdefault(token, []).append(place)
+            for token in _listed(ids):
+                places.setdefault(token, []).append(place)
 
         for name in _SOURCES:
-            add(model_values(folder, name).get("eos_token_id"), name)
+            ids = model_values(folder, name).get("eos_token_id")
+            if not all(map(_is_token_id, _listed(ids))):
+                raise DataError(
+                    f"{Path(folder) / name}: eos_token_id is {ids!r}, expected a token's id or a list of ids"
+                )
+            add(ids, name)
         add(tokenizer.eos_token_id, "the tokenizer")
         added_tokens = tokenizer.get_added_vocab()
         add([added_tokens[text] for text in _SGLANG_ENDS if text in added_tokens], "SGLang")
@@ -71,6 +76,18 @@ class ResponseEnds:
             parts.append(f"{_name(tokenizer, token)} ({', '.join(places)})")
         parts += [f"the text {text!r} (rollout.stop)" for text in self.texts]
         return " or ".join(parts) or "no token"
+
+
+def _listed(ids: Any) -> Sequence[Any]:
+    """Return one id, a list of ids, or None as a list."""
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list | tuple) else [ids]
+
+
+def _is_token_id(value: Any) -> bool:
+    """Whether ``value`` can be the id of a token: a whole number of 31 bits."""
+    return type(value) is int and 0 <= value < 1 << 31
 
 
 def turn_end_warnings(

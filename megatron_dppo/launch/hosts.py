@@ -39,8 +39,8 @@ from megatron_dppo.launch.supervisor import RankFailure, Supervisor, first_failu
 from megatron_dppo.logging import configure_logging
 from megatron_dppo.system import processes
 from megatron_dppo.system.lease import NONCE_VARIABLE, START_VARIABLE
-from megatron_dppo.system.network import mutual_addresses
-from megatron_dppo.system.secret_variables import split_environment, without_secrets
+from megatron_dppo.system.network import is_of_one_host, mutual_addresses
+from megatron_dppo.system.secret_variables import is_secret, split_environment, without_secrets
 
 HOST = "{host}"
 SSH = (
@@ -71,21 +71,28 @@ class HostsConfig(Section):
     first_port: int = Field(default=21000, ge=1024, le=60000)
     """First of the run's ports on every host. Two runs on the same hosts need different first ports."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables for every rank and server, such as NCCL_SOCKET_IFNAME, added to the supervisor's variables."""
+    """Variables for every rank and server, such as NCCL_SOCKET_IFNAME, added to the supervisor's variables. Ranks
+    receive keys among them on standard input; servers receive only the keys in ``engine.passed_variables``.
+    """
 
     def allocation(self) -> Allocation:
-        """Return the hosts with their addresses. Raises LaunchError for a name without an address."""
+        """Return the hosts with their addresses. Raises LaunchError for a name without an address of a host."""
         names = []
         own_addresses = []
         for entry in self.hosts:
             name, _, address = entry.partition("=")
             names.append(name)
             try:
-                own_addresses.append(socket.gethostbyname(address or name))
+                own_address = socket.gethostbyname(address or name)
             except OSError as error:
                 raise LaunchError(
                     f"hosts: got {entry!r}, whose address can't be found ({error}); expected name=address"
                 ) from error
+            if not is_of_one_host(own_address):
+                raise LaunchError(
+                    f"hosts: got {entry!r}, with the address {own_address}, expected an address of one host"
+                )
+            own_addresses.append(own_address)
         try:
             addresses = mutual_addresses(own_addresses)
         except OSError as error:
@@ -129,12 +136,19 @@ class RemoteShell:
     ) -> RemoteCommand:
         """Return a command for a host with the variables of ``environment``, except for variables that each host sets.
 
-        ``environment`` has no keys, because other processes can read it. The keys are in ``stdin``.
+        ``environment`` has no keys, because other processes can read it. The keys are in ``stdin``. Likewise, keys
+        among this shell's own variables are left out, except for a variable that ``environment`` has on purpose
+        (``engine.passed_variables``).
         """
         passed_variables = {
             name: value for name, value in environment.items() if name not in _HOST_VARIABLES
         }
-        variables = {**passed_variables, **self.variables}
+        own_variables = {
+            name: value
+            for name, value in self.variables.items()
+            if name in environment or not is_secret(name, value)
+        }
+        variables = {**passed_variables, **own_variables}
         return RemoteCommand(
             list(words), variables, stdin.decode(), str(log.absolute()), os.getcwd()
         )
@@ -291,7 +305,7 @@ class RemoteRanks:
         """Return the commands of a host: a single command that forks all its ranks, or a command for each rank."""
         per_host = self._placement.ranks_per_host
         logs = self._directory.path.absolute() / "logs"
-        plain, secrets = split_environment(environment)
+        plain, secrets = split_environment({**environment, **self._shell.variables})
         if self._forks:
             words = node_command(self._command, per_host, logs)
             variables = {**plain, NODE_VARIABLE: str(node)}

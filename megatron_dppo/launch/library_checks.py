@@ -29,6 +29,7 @@ from megatron_dppo.config.forwarded import (
     adam_faults,
     precision_faults,
 )
+from megatron_dppo.config.layout import missing_weights
 from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.option_values import option_value_faults
 from megatron_dppo.config.schema import AlgorithmConfig, LoraConfig, PolicyConfig
@@ -39,6 +40,7 @@ from megatron_dppo.metrics.table import add_metrics
 from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
+from megatron_dppo.model.hf_config import check_transformers_config
 from megatron_dppo.system.fork_server import run_forked
 from megatron_dppo.system.gpus import has_megatrons_deep_ep, has_visible_gpu
 from megatron_dppo.system.secret_variables import split_environment
@@ -122,6 +124,33 @@ def untried_options(config: PolicyConfig) -> list[str]:
         for warning in unknown_key_warnings(config.model.hf_checkpoint)
     ]
     return [*MEGATRON.untried(config.megatron), *SGLANG.untried(sglang), *model_warnings]
+
+
+def checkpoint_faults(checkpoint: str) -> Iterator[str]:
+    """Yield why ranks or servers could not load the model in a folder.
+
+    transformers may refuse a value of config.json. A file of weights may be damaged, or have other tensors than
+    config.json describes. Only the headers of these files are read. The result is empty if config.json is invalid, or
+    a file is missing: ``check_config`` reports both.
+    """
+    from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
+    from megatron_dppo.model.errors import CheckpointError
+
+    try:
+        shape = load_model_shape(checkpoint)
+    except ModelError:
+        return
+    try:
+        check_transformers_config(checkpoint)
+    except ModelError as error:
+        yield f"model.hf_checkpoint: {error}"
+    if missing_weights(checkpoint):
+        return
+    try:
+        with open_checkpoint(checkpoint) as reader:
+            reader.check(shape)
+    except CheckpointError as error:
+        yield f"model.hf_checkpoint: {error}"
 
 
 _ROWS_AT_ONCE = 16384

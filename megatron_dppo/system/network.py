@@ -86,6 +86,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_of_one_host(address: str) -> bool:
+    """Whether ``address`` can be the address of a host: not 0.0.0.0, which stands for all, nor a group's address."""
+    parsed = ipaddress.ip_address(address)
+    return not (parsed.is_unspecified or parsed.is_multicast or address == "255.255.255.255")
+
+
 def resolve(host: str) -> str:
     """Return the address of a host's name: an IPv4 address, or IPv6 if it has no IPv4 address. Raises OSError."""
     entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

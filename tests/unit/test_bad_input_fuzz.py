@@ -358,6 +358,14 @@ MODEL_FILES: dict[str, tuple[str, bytes]] = {
     "index that is not JSON": ("model.safetensors.index.json", b"{"),
     "index without a map": ("model.safetensors.index.json", b"{}"),
     "index of numbers": ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}'),
+    "index with a long name": (
+        "model.safetensors.index.json",
+        b'{"weight_map": {"a": "' + b"x" * 5000 + b'"}}',
+    ),
+    "weights cut short": ("model.safetensors", b"\x08" + bytes(7) + b'{"a": {}'),
+    "weights of another model": ("model.safetensors", b"\x02" + bytes(7) + b"{}"),
+    "an end that is no id": ("generation_config.json", b'{"eos_token_id": -1}'),
+    "certificate that is a list": ("conversion.json", b"[]"),
     "tokenizer that is a list": ("tokenizer.json", b"[]"),
     "tokenizer that is not JSON": ("tokenizer.json", b"{"),
     "tokenizer of deep lists": ("tokenizer.json", b"[" * 10**5),
@@ -378,6 +386,19 @@ def test_hostile_model_folders(name, valid_tree, tmp_path, capsys):
     path.write_text(yaml.safe_dump(tree))
     text = refusal(path, [], capsys)
     assert str(tmp_path) in text
+
+
+def test_a_value_that_transformers_refuses(valid_tree, tmp_path, capsys):
+    save_tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=515)
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": "x"}))
+    tree = copy.deepcopy(valid_tree)
+    tree["model"]["hf_checkpoint"] = str(tmp_path / "model")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    text = refusal(path, [], capsys)
+    assert f"model.hf_checkpoint: {file}: transformers refuses it" in text
+    assert "attention_dropout" in text
 
 
 def test_more_experts_for_a_token_than_there_are(valid_tree, tmp_path, capsys):

@@ -169,6 +169,7 @@ def test_exact_divergences_are_refused_above_what_the_engine_can_say(train, conf
     shutil.copytree(config.parent / "model", model)
     facts = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**facts, "vocab_size": 4097}))
+    (model / "model.safetensors").unlink()
     words = ("--check", f"model.hf_checkpoint={model}")
     result = train(*words, "algorithm.name=dppo-exact-kl")
     assert result.returncode == 2

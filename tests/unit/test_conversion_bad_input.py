@@ -64,6 +64,17 @@ def write_entry(folder: Path, **facts: object) -> None:
     write_header(folder, {"model.norm.weight": entry})
 
 
+def duplicate_entry(path: Path) -> None:
+    """Write the first entry of the header twice."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    name = next(name for name in header if name != "__metadata__")
+    entry = json.dumps({name: header[name]})
+    text = json.dumps(header)[:-1] + ", " + entry[1:]
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + content[8 + length :])
+
+
 BAD_INPUTS = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "has neither"),
     "truncated": (lambda d: truncate(d / "model.safetensors"), "truncated or overwritten"),
@@ -91,6 +102,18 @@ BAD_INPUTS = {
     "three offsets": (
         lambda d: write_entry(d, data_offsets=[0, 0, 0]),
         "model.norm.weight is malformed",
+    ),
+    "a name that occurs twice": (
+        lambda d: duplicate_entry(d / "model.safetensors"),
+        "'lm_head.weight' occurs twice",
+    ),
+    "other bytes than its shape has": (
+        lambda d: write_entry(d, shape=[2]),
+        "has 0 bytes, expected 8",
+    ),
+    "a folder": (
+        lambda d: ((d / "model.safetensors").unlink(), (d / "model.safetensors").mkdir()),
+        "model.safetensors: cannot be read",
     ),
     "a negative shape": (
         lambda d: write_entry(d, shape=[-1, -1]),
@@ -180,9 +203,22 @@ BAD_INDICES = {
         lambda d: edit_index(d, lambda m: m.update({"x": "model-00001-of-00004.safetensors"})),
         "places x in .* but no shard has it",
     ),
+    "an empty name": (lambda d: edit_index(d, lambda m: m.update({"x": ""})), "'x' is in ''"),
+    "a file of another folder": (
+        lambda d: edit_index(d, lambda m: m.update({"x": "/etc/passwd"})),
+        "'x' is in '/etc/passwd', expected the name of a file in the same folder",
+    ),
+    "a name longer than a file's": (
+        lambda d: edit_index(d, lambda m: m.update({"x": "x" * 5000})),
+        "expected the name of a file",
+    ),
+    "a name that is no text": (
+        lambda d: edit_index(d, lambda m: m.update({"x": None})),
+        "expected the name of a file",
+    ),
     "no weight map": (
         lambda d: (d / "model.safetensors.index.json").write_text("[]"),
-        "not an index with a weight_map",
+        "is damaged, expected",
     ),
 }
 

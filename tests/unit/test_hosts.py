@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -43,12 +43,18 @@ def start_ranks(tmp_path, monkeypatch):
     all_ranks = []
     with RunDirectory(tmp_path / "run") as directory:
 
-        def start(how: str, *, forks: bool, shell: Sequence[str] = SHELL) -> RemoteRanks:
+        def start(
+            how: str,
+            *,
+            forks: bool,
+            shell: Sequence[str] = SHELL,
+            variables: Mapping[str, str] | None = None,
+        ) -> RemoteRanks:
             directory.config.write_text(how)
             hosts = HostsConfig(hosts=["a=127.0.0.1", "b=127.0.0.1"], devices_per_host=2)
             placement = place(Roles(4), hosts.allocation())
             command = rank_command("tests.unit.forked_rank", directory)
-            remote_shell = RemoteShell(shell, sys.executable, {})
+            remote_shell = RemoteShell(shell, sys.executable, variables or {})
             ranks = RemoteRanks(command, directory, placement, remote_shell, {}, forks=forks)
             all_ranks.append(ranks)
             ranks.start()
@@ -65,6 +71,31 @@ def test_each_host_runs_its_own_ranks(start_ranks, forks, tmp_path):
     wait_for(ranks.ended)
     outputs = [path.read_text() for path in sorted((tmp_path / "run/logs").glob("rank?.out"))]
     assert outputs == [f"{rank} {rank % 2} 4 hf-4711 False True True\n" for rank in range(4)]
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_key_of_the_hosts_file_is_in_no_environment_that_others_can_read(
+    start_ranks, forks, tmp_path
+):
+    ranks = start_ranks("ends", forks=forks, variables={"HF_TOKEN": "hf-4711-hosts"})
+    wait_for(ranks.ended)
+    outputs = [path.read_text() for path in sorted((tmp_path / "run/logs").glob("rank?.out"))]
+    # The fifth word is whether the rank's first environment has the key.
+    assert outputs == [f"{rank} {rank % 2} 4 hf-4711-hosts False True True\n" for rank in range(4)]
+
+
+def test_a_server_gets_a_key_of_the_hosts_file_only_if_it_is_passed_on():
+    shell = RemoteShell(SHELL, sys.executable, {"HF_TOKEN": "hf-0815", "MODE": "fast"})
+    for passed, expected in (({}, None), ({"HF_TOKEN": "hf-4711"}, "hf-0815")):
+        variables = shell.command(["server"], passed, b"{}", Path("log")).environment
+        assert variables["MODE"] == "fast"
+        assert variables.get("HF_TOKEN") == expected
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "255.255.255.255", "224.0.0.1"])
+def test_an_address_of_no_single_host_is_refused(address):
+    with pytest.raises(LaunchError, match=address):
+        HostsConfig(hosts=["a=10.0.0.1", f"b={address}"]).allocation()
 
 
 @pytest.mark.parametrize("forks", [True, False])

@@ -19,6 +19,7 @@ from megatron_dppo.data.tokenizer import load_named_tokenizer
 from megatron_dppo.engine import server_tokenizer
 from tests.chat_templates import PUBLISHED, published_tokenizer
 from tests.messages import mentioning
+from tests.tiny_models import tiny_tokenizer
 
 TEXT = "What is  3 + 456?\n\n\tcafe\u0301 - don't\r\n"
 # (family whose tokenizer is copied, tokenizer_class, model_type): byte-level rules under a class of sentencepiece and
@@ -109,3 +110,28 @@ def test_a_server_decodes_by_the_rules(tmp_path, family, class_name, model_type)
     assert tokenizer.encode(TEXT, add_special_tokens=False) == ids
     assert tokenizer.eos_token == "<|im_end|>"
     assert hasattr(tokenizer, "additional_stop_token_ids")
+
+
+def set_vocabulary(folder: Path, change: Any) -> None:
+    path = folder / "tokenizer.json"
+    values = json.loads(path.read_text())
+    change(values["model"]["vocab"])
+    path.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: set_vocabulary(d, lambda v: v.clear()),
+        lambda d: set_vocabulary(d, lambda v: v.update(q=-1)),
+        lambda d: set_vocabulary(d, lambda v: v.update(q=2**31)),
+        lambda d: change_config(d, model_max_length="long"),
+        lambda d: change_config(d, model_max_length=[]),
+    ],
+    ids=["no token", "a negative id", "a far id", "a length of text", "a length of a list"],
+)
+def test_a_tokenizer_that_can_encode_nothing_is_refused(tmp_path, damage):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(DataError, match=str(tmp_path)):
+        load_tokenizer(tmp_path)

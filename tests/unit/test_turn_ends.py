@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dppo.data.problems import PromptForm, load_pairs, load_problems, template_warnings
+from megatron_dppo.data.records import DataError
 from megatron_dppo.data.turn_ends import ResponseEnds, prompt_end_warnings
 from megatron_dppo.environments import ChatCall
 from megatron_dppo.environments.turn_template import TurnTemplate, TurnTemplateError
@@ -70,10 +72,20 @@ def test_a_turn_that_any_place_ends_is_not_named(tmp_path, changes, options):
 
 def test_a_folder_without_or_with_damaged_files_names_the_tokenizers_end(tmp_path):
     tokenizer = tiny_tokenizer()
-    for content in (None, "{", "[]", '{"eos_token_id": "2"}', '{"eos_token_id": true}'):
+    for content in (None, "{", "[]", '{"eos_token_id": null}', '{"eos_token_id": []}'):
         if content is not None:
             (tmp_path / "config.json").write_text(content)
         assert list(ResponseEnds.of(tmp_path, tokenizer).tokens) == [2]
+
+
+@pytest.mark.parametrize(
+    "value", ['"2"', "true", "-1", "2.0", "99999999999", "[2, -1]", "[[2]]", "{}"]
+)
+def test_an_end_that_is_no_id_is_refused(tmp_path, value):
+    path = tmp_path / "generation_config.json"
+    path.write_text(f'{{"eos_token_id": {value}}}')
+    with pytest.raises(DataError, match=re.escape(f"{path}: eos_token_id is ")):
+        ResponseEnds.of(tmp_path, tiny_tokenizer())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

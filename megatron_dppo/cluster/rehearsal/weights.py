@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_dppo.model.families import language_model_values
+from megatron_dppo.model.hf_config import refusals_by_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,6 +29,7 @@ def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) 
 
     After any token, the end-of-sequence token has a probability of about ``END_PROBABILITY``, so that most responses
     end before the limit. In a purely random model with a large vocabulary, no response would end before the limit.
+    Raises ModelConfigError for a value that transformers refuses.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -40,7 +42,9 @@ def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) 
     if isinstance(end, list):
         end = end[0]
     model_class = AutoModelForImageTextToText if "vision_config" in values else AutoModelForCausalLM
-    model = model_class.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    with refusals_by_transformers("the model's config.json"):
+        transformers_config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model = model_class.from_config(transformers_config)
     if end is not None:
         with torch.no_grad():
             _make_likely(model, end)

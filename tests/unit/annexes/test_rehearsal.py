@@ -27,6 +27,7 @@ from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.data.records import DataError
 from megatron_dppo.metrics import table as names
 from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.errors import ModelConfigError
 from megatron_dppo.model.families import (
     FAMILIES,
     ConfigFacts,
@@ -205,6 +206,14 @@ def test_responses_of_the_tiny_model_end_by_themselves(folder, own_tokenizer, tm
         ends = model(tokens).logits.softmax(-1)[..., values["eos_token_id"]]
     assert 0.05 < ends.mean() < 0.5
     assert (ends > 0.01).float().mean() > 0.6
+
+
+def test_a_value_that_transformers_refuses_is_named(tmp_path):
+    known = tiny_model.read_model("qwen3-1.7b-base", is_moe=False)
+    tiny = tiny_model.tiny_sizes(LayoutSizes(), known.shape, 100)
+    values = tiny_model.tiny_config(known, tiny, own_tokenizer=True) | {"attention_dropout": "x"}
+    with pytest.raises(ModelConfigError, match="attention_dropout"):
+        write_model(tmp_path, values, "float32", 3)
 
 
 def test_an_unknown_model_is_guessed_and_told():
