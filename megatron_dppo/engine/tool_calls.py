@@ -252,6 +252,7 @@ def tool_format_of(
     tokenizer: PreTrainedTokenizerBase,
     configured_format: str | None = None,
     arguments: Mapping[str, Any] | None = None,
+    key: str = "environment.options",
 ) -> str | None:
     """Return the format of the policy's calls: the first that reads the calls that the chat template writes.
 
@@ -260,8 +261,9 @@ def tool_format_of(
 
     Args:
         tokenizer: tokenizer with the chat template.
-        configured_format: a format to use instead (``environment.options.tool_format``).
+        configured_format: a format to use instead (``tool_format`` of the environment's options).
         arguments: variables of the template.
+        key: key of the environment's options, for the error.
 
     Raises:
         ToolFormatError: the configured format does not read the template's calls.
@@ -276,7 +278,7 @@ def tool_format_of(
         if configured_format in fitting_names:
             return configured_format
         raise ToolFormatError(
-            f"environment.options.tool_format: got {configured_format!r}, which does not read the calls of the chat "
+            f"{key}.tool_format: got {configured_format!r}, which does not read the calls of the chat "
             f"template, {text[:_MOST_SHOWN]!r}; expected {' or '.join(fitting_names) or 'no environment with tools'}"
         )
     tool_format = next(fitting_formats, None)

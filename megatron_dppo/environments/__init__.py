@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron_dppo.data.thoughts import DEFAULT_MARKS, Marks
 from megatron_dppo.rewards.result import USABLE_NUMBER, is_usable
@@ -333,6 +333,39 @@ def reads_tool_calls(name: str | None, options: Mapping[str, Any]) -> bool:
     if decide is not None:
         return bool(decide(**options))
     return hasattr(environment, "note_policy_format")
+
+
+class NamedEnvironment(NamedTuple):
+    """An environment of a run. ``key``: the configuration's key of its options."""
+
+    key: str
+    name: str
+    options: Mapping[str, Any]
+
+
+def environments_of(name: str | None, options: Mapping[str, Any]) -> Iterator[NamedEnvironment]:
+    """Yield the run's environment, and the environments that it starts. None: no environment.
+
+    A class that starts other environments has a function ``members`` of the options. It returns the settings of each
+    (``name`` and perhaps ``options``), by the key below ``environment.options``. Yields no members for options that the
+    class does not take.
+    """
+    if name is None:
+        return
+    key = "environment.options"
+    yield NamedEnvironment(key, name, options)
+    list_members = getattr(_class_of(name), "members", None)
+    if list_members is None:
+        return
+    try:
+        members = list_members(**options)
+    # ``check_environment`` reports options that the class does not take.
+    except TypeError:
+        return
+    for member_key, settings in members.items():
+        yield NamedEnvironment(
+            f"{key}.{member_key}.options", settings["name"], settings.get("options", {})
+        )
 
 
 def note_settings(

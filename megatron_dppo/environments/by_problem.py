@@ -47,6 +47,16 @@ class ByProblem:
     @classmethod
     def check_options(cls, environments: Any, column: Any = "environment") -> None:
         """Raise ValueError for settings that are none, and for bad options of an environment."""
+        cls._check_settings(environments, column)
+        for key, settings in environments.items():
+            try:
+                check_environment(settings["name"], settings.get("options", {}))
+            except ValueError as error:
+                raise ValueError(f"options: environments.{key}: {error}") from error
+
+    @staticmethod
+    def _check_settings(environments: Any, column: Any) -> None:
+        """Raise ValueError for settings that are none."""
         if not isinstance(column, str) or not column:
             raise ValueError(f"options: column: got {column!r}, expected an entry of the metadata")
         if not isinstance(environments, Mapping) or not environments:
@@ -61,10 +71,15 @@ class ByProblem:
                 )
             if settings["name"] == "by-problem":
                 raise ValueError(f"options: environments.{key}: got by-problem inside by-problem")
-            try:
-                check_environment(settings["name"], settings.get("options", {}))
-            except ValueError as error:
-                raise ValueError(f"options: environments.{key}: {error}") from error
+
+    @staticmethod
+    def members(environments: Any, column: Any = "environment") -> dict[str, Mapping[str, Any]]:
+        """Return the settings of each environment by its key in the options; none for bad settings."""
+        try:
+            ByProblem._check_settings(environments, column)
+        except ValueError:
+            return {}
+        return {f"environments.{key}": settings for key, settings in environments.items()}
 
     @staticmethod
     def makes_prompts(environments: Mapping[str, Any], column: str = "environment") -> bool:

@@ -31,6 +31,7 @@ from megatron_dppo.engine.tool_calls import tool_format_of
 from megatron_dppo.engine.turn_text import ResponseReader
 from megatron_dppo.environments import (
     PolicyFormat,
+    environments_of,
     makes_prompts,
     problem_fault,
     reads_tool_calls,
@@ -285,6 +286,7 @@ class RunData:
                     environment.options.get("tool_format"),
                     data.chat_template_arguments,
                 )
+                self._check_members_formats()
             except ImportError as error:
                 raise DataError(
                     f"environment.name: {environment.name} reads tool calls by SGLang's parsers, which can't be "
@@ -297,6 +299,17 @@ class RunData:
             list(self.reader.special_tokens.values()),
             self.reader.marks,
         )
+
+    def _check_members_formats(self) -> None:
+        """Raise ToolFormatError if an environment that the run's environment starts has a format without calls."""
+        config = self._config
+        _, *members = environments_of(config.environment.name, config.environment.options)
+        for member in members:
+            member_format = member.options.get("tool_format")
+            if member_format is not None and reads_tool_calls(member.name, member.options):
+                tool_format_of(
+                    self._tokenizer, member_format, config.data.chat_template_arguments, member.key
+                )
 
     def _load(self, file: ProblemFile) -> ProblemSet:
         """Load the problems of ``file``. Log a warning if prompts are left out."""

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_dppo.config.data_schema import EnvironmentConfig, RewardTerm
 from megatron_dppo.config.option_values import unread_options
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.environments import find_environment
+from megatron_dppo.environments import environments_of, find_environment
 from megatron_dppo.rewards import find_reward
 
 
@@ -40,16 +40,16 @@ def _of_environment(environment: EnvironmentConfig) -> Iterator[str]:
                 "without an environment has one turn"
             )
         return
-    key = "environment.options"
-    yield from _of_target(key, environment.options, find_environment, environment.name)
-    try:
-        describe = getattr(find_environment(environment.name), "option_warnings", None)
-        warnings: Sequence[str] = describe(**environment.options) if describe is not None else ()
-    # Other checks report options that the environment does not take.
-    except (TypeError, ValueError):
-        return
-    for warning in warnings:
-        yield f"{key}.{warning}"
+    for member in environments_of(environment.name, environment.options):
+        yield from _of_target(member.key, member.options, find_environment, member.name)
+        try:
+            describe = getattr(find_environment(member.name), "option_warnings", None)
+            warnings: Sequence[str] = describe(**member.options) if describe is not None else ()
+        # Other checks report an environment that can't be imported, and options that it does not take.
+        except (TypeError, ValueError):
+            continue
+        for warning in warnings:
+            yield f"{member.key}.{warning}"
 
 
 def _of_target(

@@ -312,6 +312,18 @@ def test_a_run_hands_the_form_of_the_turns_to_its_environment(tmp_path: Path):
         run_data(tmp_path, QWEN3, tool_format="glm45")
 
 
+def test_the_format_of_an_environment_by_problem_is_checked_too(tmp_path: Path):
+    environments = {
+        "calls": {"name": "agent", "options": {"agent": "echo", "tool_format": "glm45"}}
+    }
+    config = run_data(tmp_path, QWEN3)._config
+    tree = config.model_dump()
+    tree["environment"] |= {"name": "by-problem", "options": {"environments": environments}}
+    key = r"environment\.options\.environments\.calls\.options\.tool_format: got 'glm45'"
+    with pytest.raises(ToolFormatError, match=key):
+        RunData(TrainConfig.model_validate(tree))
+
+
 def test_an_agent_without_sglang_is_refused(tmp_path: Path, monkeypatch):
     def no_folder() -> Path:
         raise ImportError("no sglang")

@@ -130,6 +130,20 @@ def test_a_field_that_an_agent_can_not_drop_is_named(tree, ignored, words):
         assert all(word in warning for word in words)
 
 
+def test_options_of_an_environment_by_problem_are_read_too(tree):
+    environments = {
+        "one": {"name": "own_parts:Env", "options": {"size": 1, "speed": 2}},
+        "two": {"name": "agent", "options": {"agent": "own_parts:takes_one", "ignored": ["nope"]}},
+    }
+    options = {"environments": environments}
+    one, two = warnings_of(tree, environment={"name": "by-problem", "options": options})
+    assert one.startswith("environment.options.environments.one.options.speed:")
+    assert two.startswith("environment.options.environments.two.options.ignored:")
+    # Another check reports bad settings.
+    options = {"environments": {"one": 5}}
+    assert not warnings_of(tree, environment={"name": "by-problem", "options": options})
+
+
 def test_a_limit_of_tokens_that_is_ignored_is_dropped():
     body = {"max_tokens": 3, "max_completion_tokens": 5}
     assert Conversation()._max_tokens_of(body) == 3
