@@ -323,6 +323,15 @@ def problem_fault(
     return None if find_fault is None else find_fault(metadata, **options)
 
 
+def example_metadata(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metadata of a problem for which the environment has an episode.
+
+    A class whose ``problem_fault`` reads entries has a function ``example_metadata`` of the options.
+    """
+    find_example = getattr(_class_of(name), "example_metadata", None)
+    return {} if find_example is None else dict(find_example(**options))
+
+
 def reads_tool_calls(name: str | None, options: Mapping[str, Any]) -> bool:
     """Whether the environment reads the policy's calls of tools: its class has a method ``note_policy_format``.
 

@@ -100,6 +100,13 @@ class ByProblem:
         )
 
     @staticmethod
+    def example_metadata(
+        environments: Mapping[str, Any], column: str = "environment"
+    ) -> dict[str, str]:
+        """Return metadata of a problem that has the first environment."""
+        return {column: next(iter(environments))}
+
+    @staticmethod
     def reads_tool_calls(environments: Mapping[str, Any], column: str = "environment") -> bool:
         """Whether one of the environments reads the policy's calls of tools."""
         return any(reads_tool_calls(e["name"], e.get("options", {})) for e in environments.values())

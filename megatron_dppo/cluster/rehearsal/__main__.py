@@ -24,7 +24,7 @@ from rich.console import Console
 from megatron_dppo.cluster.rehearsal import RESULT, attempts, shrinking, tiny_model, verdict
 from megatron_dppo.cluster.rehearsal.findings import findings
 from megatron_dppo.cluster.rehearsal.layout import smaller_layout
-from megatron_dppo.cluster.rehearsal.problems import Problems, make_problems
+from megatron_dppo.cluster.rehearsal.problems import Problems, make_problems, metadata_of_toys
 from megatron_dppo.cluster.rehearsal.shrinking import Omission, RehearsalInputs
 from megatron_dppo.cluster.rehearsal.tiny_model import KnownModel
 from megatron_dppo.cluster.rehearsal.tokenizer import write_tokenizer
@@ -288,7 +288,9 @@ class Rehearsal:
 
         tokenizer = load_tokenizer(model)
         count = shrinking.problems_needed(config, parallel)
-        problems = make_problems(config.data, tokenizer, self.directory / "problems", count)
+        folder = self.directory / "problems"
+        toy_metadata = metadata_of_toys(config.reward, config.environment)
+        problems = make_problems(config.data, tokenizer, folder, count, toy_metadata)
         if problems.absent and self.options.strict:
             faults = [f"{absence.key}: {absence.reason}" for absence in problems.absent]
             raise ConfigError(faults, str(self.recipe))
@@ -596,7 +598,8 @@ def _scores_toys(config: TrainConfig, problems: Problems) -> bool:
     lines = Path(problems.train[0]).read_text(encoding="utf-8").splitlines()
     # A toy row has the prompt first, then the answer, under the keys of the recipe's file.
     prompt, answer, *_ = json.loads(lines[0]).values()
-    problem = Problem(0, str(prompt), str(answer), (0,))
+    metadata = metadata_of_toys(config.reward, config.environment)
+    problem = Problem(0, str(prompt), str(answer), (0,), metadata=metadata)
     toys = ProblemSet((problem,), 0, "", 1)
     faults = reward_faults(problems.train[0], toys, config.reward, shrinking.RESPONSE_TOKENS)
     return not list(faults)

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.data_files import data_files
-from megatron_dppo.config.data_schema import DataConfig, ProblemFile
+from megatron_dppo.config.data_schema import (
+    DataConfig,
+    EnvironmentConfig,
+    ProblemFile,
+    RewardConfig,
+)
 from megatron_dppo.data.problems import DataKeys, PromptForm, load_problems, read_problems
 from megatron_dppo.data.records import (
     EVERY_COLUMN,
@@ -19,6 +24,7 @@ from megatron_dppo.data.records import (
     read_all_records,
     text_of,
 )
+from megatron_dppo.environments import example_metadata
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,8 +74,11 @@ def make_problems(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     count: int,
+    toy_metadata: Mapping[str, Any] | None = None,
 ) -> Problems:
     """Write ``count`` training problems of each file, and a few of each evaluation set, into ``folder``.
+
+    ``toy_metadata``: result of ``metadata_of_toys``.
 
     Every row of a recipe's file is read and checked. Raises DataError for a row that is no problem, and for a prompt
     that the template or the tokenizer does not accept. The error's message begins with the recipe's key.
@@ -98,7 +107,8 @@ def make_problems(
         else:
             reason = f"{file.path} is not here (expected {fault}); toy sums replace it"
             absences.append(Absence(key, reason))
-            rows = [_under_keys(row, file) for row in toy_rows(row_count, seed=number)]
+            toys = toy_rows(row_count, seed=number)
+            rows = [_under_keys(row, file, toy_metadata or {}) for row in toys]
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
         path.write_text(text, encoding="utf-8")
         longest = max(longest, _longest_prompt(key, path, file, tokenizer, form))
@@ -156,12 +166,28 @@ def _longest_prompt(
     return max(len(problem.prompt_ids) for problem in problems)
 
 
-def _under_keys(row: Mapping[str, str], file: ProblemFile) -> dict[str, Any]:
-    """Return a toy row with its values under the file's keys."""
+def metadata_of_toys(reward: RewardConfig, environment: EnvironmentConfig) -> dict[str, Any]:
+    """Return metadata of toy problems, so that a recipe finds its reward and its environment in them."""
+    metadata = example_metadata(environment.name, environment.options)
+    if reward.column is not None:
+        metadata[reward.column] = reward.first
+    return metadata
+
+
+def _under_keys(
+    row: Mapping[str, str], file: ProblemFile, metadata: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a toy row with its values, and ``metadata``, under the file's keys.
+
+    Entries that the recipe itself adds to the metadata of the file's problems are left out.
+    """
     values: dict[str, Any] = {
         file.prompt_key or "prompt": row["prompt"],
         file.answer_key or "answer": row["answer"],
     }
-    if file.metadata_key not in (None, EVERY_COLUMN):
-        values[file.metadata_key] = {}
+    missing_metadata = {key: value for key, value in metadata.items() if key not in file.metadata}
+    if file.metadata_key == EVERY_COLUMN:
+        values |= missing_metadata
+    elif missing_metadata or file.metadata_key is not None:
+        values[file.metadata_key or "metadata"] = missing_metadata
     return values

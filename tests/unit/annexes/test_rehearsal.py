@@ -16,15 +16,29 @@ from megatron_dppo.cluster.rehearsal.__main__ import main
 from megatron_dppo.cluster.rehearsal.attempts import key_of
 from megatron_dppo.cluster.rehearsal.findings import findings
 from megatron_dppo.cluster.rehearsal.layout import small_stages, smaller_layout
-from megatron_dppo.cluster.rehearsal.problems import HELD_OUT, make_problems, toy_rows
+from megatron_dppo.cluster.rehearsal.problems import (
+    HELD_OUT,
+    make_problems,
+    metadata_of_toys,
+    toy_rows,
+)
 from megatron_dppo.cluster.rehearsal.shrinking import RehearsalInputs
 from megatron_dppo.cluster.rehearsal.tokenizer import byte_tokenizer
 from megatron_dppo.cluster.rehearsal.weights import write_model
 from megatron_dppo.config import check_config, load_config
 from megatron_dppo.config.checks import engine_split_faults
-from megatron_dppo.config.data_schema import DataConfig
+from megatron_dppo.config.data_schema import (
+    DataConfig,
+    EnvironmentConfig,
+    ProblemFile,
+    RewardConfig,
+    RewardTerm,
+    TrainingFile,
+)
 from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.data.problems import DataKeys, read_problems
 from megatron_dppo.data.records import DataError
+from megatron_dppo.environments import problem_fault
 from megatron_dppo.metrics import table as names
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import ModelConfigError
@@ -316,6 +330,35 @@ def test_a_few_rows_of_the_own_data_and_toys_for_the_rest(tmp_path):
     toys = Path(problems.evaluation["gone"]).read_text().splitlines()
     assert len(toys) == HELD_OUT
     assert not problems.has_toys
+
+
+@pytest.mark.parametrize(
+    ("keys", "fixed"),
+    [({}, {}), ({"metadata_key": "*"}, {}), ({"metadata_key": "info"}, {}), ({}, {"kind": "sums"})],
+)
+def test_toys_name_the_environment_and_the_reward_that_a_recipe_selects_by_row(
+    tmp_path, keys, fixed
+):
+    environments = {"sums": {"name": "calculator"}, "more": {"name": "calculator"}}
+    environment = EnvironmentConfig(
+        name="by-problem", options={"environments": environments, "column": "kind"}
+    )
+    reward = RewardConfig(
+        name="exact_integer", further={"b": RewardTerm(name="math_verify")}, column="score"
+    )
+    file = ProblemFile(path=str(tmp_path / "gone.jsonl"), metadata=fixed, **keys)
+    problems = make_problems(
+        DataConfig(train=[TrainingFile(**file.model_dump())]),
+        byte_tokenizer(),
+        tmp_path / "out",
+        8,
+        metadata_of_toys(reward, environment),
+    )
+    read = read_problems(problems.train[0], DataKeys.of(file))
+    assert len(read.metadata) == 8
+    for metadata in read.metadata:
+        assert problem_fault("by-problem", environment.options, metadata) is None
+        assert reward.names_for(metadata) == ("exact_integer",)
 
 
 def test_toy_problems_are_right_and_differ():
