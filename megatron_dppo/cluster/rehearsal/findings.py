@@ -9,7 +9,7 @@ from megatron_dppo.config import TrainConfig
 from megatron_dppo.config.data_schema import REWARD_OF_ENVIRONMENT
 from megatron_dppo.demo.material import EXPORT_BOUNDS
 from megatron_dppo.metrics import table as metric_names
-from megatron_dppo.metrics.records import Record
+from megatron_dppo.metrics.records import Record, series
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.metrics.verdict import VerdictRow
 
@@ -86,8 +86,8 @@ def _gradient_row(config: TrainConfig, records: Sequence[Record]) -> VerdictRow:
     """
     grad_norm = _largest(records, metric_names.GRAD_NORM)
     if config.reward.name == REWARD_OF_ENVIRONMENT and not grad_norm:
-        shares = [record.get(metric_names.ZERO_VARIANCE_GROUPS) for record in records]
-        if all(share == 1.0 for share in shares):
+        _, shares = series(records, metric_names.ZERO_VARIANCE_GROUPS)
+        if shares and min(shares) == 1.0:
             expected = "the environment rewarded all responses alike"
             return VerdictRow("gradient norm", _small(grad_norm), expected, None)
     return VerdictRow("gradient norm", _small(grad_norm), "above 0", bool(grad_norm))
@@ -105,12 +105,7 @@ def _bounded(label: str, value: float | None, bound: float) -> VerdictRow:
 
 
 def _largest(records: Sequence[Record], name: str) -> float | None:
-    values = []
-    for record in records:
-        value = record.get(name)
-        if value is not None:
-            values.append(value)
-    return max(values, default=None)
+    return max(series(records, name)[1], default=None)
 
 
 def _accuracies(accuracy_by_set: Mapping[str, Any]) -> str:

@@ -528,6 +528,7 @@ def test_no_gradient_is_right_only_if_an_environment_rewards_all_responses_alike
 ):
     records = [
         {
+            "step": 1,
             names.OPTIMIZER_STEPS: 2,
             names.GRAD_NORM: norm,
             names.ZERO_VARIANCE_GROUPS: share,
@@ -535,11 +536,13 @@ def test_no_gradient_is_right_only_if_an_environment_rewards_all_responses_alike
         }
         for norm, share in zip(norms, shares, strict=True)
     ]
-    assert missed_findings(recipe, records) == (set() if holds else {"gradient norm"})
+    evaluation_record = {"step": 0}
+    missed = missed_findings(recipe, [evaluation_record, *records])
+    assert missed == (set() if holds else {"gradient norm"})
 
 
 @pytest.mark.parametrize(("seen", "holds"), [(1.0, True), (2.0, False), (None, False)])
 def test_tokens_older_than_the_recipe_allows_fail_a_rehearsal(seen, holds):
-    record = {names.OPTIMIZER_STEPS: 2, names.GRAD_NORM: 1.0, names.STALENESS_MAX: seen}
+    record = {"step": 1, names.OPTIMIZER_STEPS: 2, names.GRAD_NORM: 1.0, names.STALENESS_MAX: seen}
     missed = missed_findings("qwen3_30b_a3b_async", [record])
     assert missed == (set() if holds else {"staleness of a token"})
