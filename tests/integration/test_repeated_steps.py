@@ -88,8 +88,8 @@ def test_a_run_goes_on_whatever_its_spool_has_lost(tmp_path: Path) -> None:
             harmed_step = trained_steps(run)[-1] - 1
             rows = rows_until(run, harmed_step - 1)
             kill_ranks(run, lambda spool, harm=harm, step=harmed_step: harm(spool, step))
-            if harm is leave_whole:
-                # A second death comes before all steps are repeated.
+            if harm in (damage_frame, leave_whole):
+                # A second death comes before all steps are repeated. After ``damage_frame``, one response is generated.
                 kill_ranks(run, lambda spool: None)
             run.wait_for_step(harmed_step + 2)
             # Repeated steps keep their rows, with the times of their generation.
