@@ -80,6 +80,8 @@ def _node(node: str, result: Mapping[str, Any]) -> Iterator[str]:
     if "parts" not in result:
         yield f"No results: exit code {result['exit_code']}."
         return
+    words = " ".join(f"`{word}`" for word in result["overrides"]) or "none"
+    yield f"{result['gpus']} GPU(s), version {result['version']}, values replaced by `--set`: {words}."
     if not result["gpus"]:
         yield "**On a machine without a GPU**: the figures show that the parts work, and nothing about GPUs."
     parts = result["parts"]

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_dppo import __version__
 from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.diagnostics.gpu_check import PARTS, CheckPart, CheckRow, discover
@@ -109,7 +110,7 @@ class MachineCheck:
             _print_end(result)
             done_parts = {r.name for r in self._results}
             not_run = [name for name in self._names if name not in done_parts]
-            write(self.folder, self._results, not_run, self.gpus)
+            write(self.folder, self._results, not_run, self.gpus, self.options.set)
         faults = [result.name for result in self._results if result.is_fault]
         if faults:
             print(f"wrong: {', '.join(faults)}")
@@ -159,9 +160,24 @@ def _print_end(result: PartResult) -> None:
     print(f"  {result.verdict} in {result.seconds:.0f} s{reason}", flush=True)
 
 
-def write(folder: Path, results: Sequence[PartResult], not_run: Sequence[str], gpus: int) -> None:
-    """Replace the JSON file and the page. ``not_run``: names of parts that have not run yet, or were not selected."""
-    record = {"gpus": gpus, "parts": [asdict(r) for r in results], "not_run": list(not_run)}
+def write(
+    folder: Path,
+    results: Sequence[PartResult],
+    not_run: Sequence[str],
+    gpus: int,
+    overrides: Sequence[str],
+) -> None:
+    """Replace the JSON file and the page.
+
+    ``not_run``: names of parts that have not run yet, or were not selected. ``overrides``: the words of ``--set``.
+    """
+    record = {
+        "version": __version__,
+        "gpus": gpus,
+        "overrides": list(overrides),
+        "parts": [asdict(r) for r in results],
+        "not_run": list(not_run),
+    }
     write_atomically(folder / JSON_FILE, json.dumps(record, indent=1) + "\n")
     write_atomically(folder / PAGE_FILE, page(results, not_run, gpus))
 

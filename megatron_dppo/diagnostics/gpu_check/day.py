@@ -39,7 +39,8 @@ class Stage:
 STAGES = (
     Stage("machine", 30),
     Stage("layers", 60, shows="layers"),
-    Stage("generation", 90, needs_server=True, shows="server"),
+    # The first server compiles SGLang's kernels one after the other, about ten seconds each.
+    Stage("generation", 200, needs_server=True, shows="server"),
     Stage("r3", 100, needs_server=True),
     Stage("slice", 330, needs_server=True),
     Stage("colocated", 120, needs_server=True),

@@ -13,7 +13,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from megatron_dppo.system.secret_variables import without_secrets
 MODULE = "megatron_dppo.diagnostics.gpu_check.nodes"
 COMMAND = "megatron_dppo.diagnostics.gpu_check"
 SITE_FILE = "site.yaml"
+_COLLECT_S = 5.0
 _OWN_OPTIONS = ("--nodes", "--site", "--directory")
 """Options of the submitting command that the commands on the nodes do not get."""
 
@@ -128,17 +130,29 @@ def run_on_nodes(directory: Path, words: Sequence[str], names: Sequence[str]) ->
         )
         output = sys.stdout.fileno()
         processes[name] = start_process(step, environment=environment, output=output)
-    codes = {name: process.wait() for name, process in processes.items()}
-    write_atomically(
-        directory / JSON_FILE, json.dumps(collected(directory, codes), indent=1) + "\n"
-    )
+    codes = {name: process.poll() for name, process in processes.items()}
+    while None in codes.values():
+        # Write the file again and again: at its time limit, Slurm ends this process without a warning.
+        write_collected(directory, codes)
+        time.sleep(_COLLECT_S)
+        codes = {name: process.poll() for name, process in processes.items()}
+    write_collected(directory, codes)
     for name, code in codes.items():
         print(f"{name}: exit code {code}\n{tail(directory / f'{name}.out', 4)}", flush=True)
-    return max(codes.values())
+    return max(code or 0 for code in codes.values())
 
 
-def collected(directory: Path, codes: dict[str, int]) -> dict[str, Any]:
-    """Return the results of each node by name; of a node without results, its exit code and the end of its output."""
+def write_collected(directory: Path, codes: Mapping[str, int | None]) -> None:
+    """Write the file with the results of all nodes."""
+    text = json.dumps(collected(directory, codes), indent=1)
+    write_atomically(directory / JSON_FILE, f"{text}\n")
+
+
+def collected(directory: Path, codes: Mapping[str, int | None]) -> dict[str, Any]:
+    """Return the results of each node by name.
+
+    A node without results has its exit code (None: it still runs) and the end of its output instead.
+    """
     nodes: dict[str, Any] = {}
     for name, code in codes.items():
         result = directory / name / JSON_FILE

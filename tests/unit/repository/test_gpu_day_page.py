@@ -62,7 +62,13 @@ def test_results_stand_beside_the_plan_and_the_h100(tmp_path):
         row("weights", "2 GiB", measured=3, planned=2),
     )
     steps = part("slice", row("4 layers, R3: train", "2 s", seconds=2.0, planned=1.6, ratio=1.25))
-    node = {"gpus": 8, "parts": [layer, steps], "not_run": []}
+    node = {
+        "version": "0.1",
+        "gpus": 8,
+        "overrides": ["run.seed=3"],
+        "parts": [layer, steps],
+        "not_run": [],
+    }
     results.write_text(
         json.dumps({"nodes": {"n1": node, "n2": {"exit_code": 1, "output": "no driver"}}})
     )
@@ -78,7 +84,7 @@ def test_results_stand_beside_the_plan_and_the_h100(tmp_path):
     ]
     assert mentions(missing, "generation", "colocated")
     assert "slice" not in missing
-    assert mentions(page, "Node n2", "exit code 1")
+    assert mentions(page, "8 GPU(s)", "run.seed=3", "Node n2", "exit code 1")
     assert page.startswith(PAGE.read_text().partition("<!-- gpu-check -->")[0])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +44,8 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 @part("Adam's state in host memory and with bfloat16 moments: steps and a restart", 240.0)
 def optimizer_state(bench: Bench) -> Iterator[CheckRow]:
     """Yield two rows for each kind: the difference from plain Adam's weights, and the difference after a restart."""
+    from megatron_dppo.trainer import platform
+
     folder = tiny_model(bench.folder / "model")
     plain = _trainer(folder, {})
     before = _weights(plain)
@@ -52,7 +53,7 @@ def optimizer_state(bench: Bench) -> Iterator[CheckRow]:
     expected = _weights(plain)
     plain.close()
     for label, options in KINDS.items():
-        if options is NARROW and importlib.util.find_spec("transformer_engine") is None:
+        if options is NARROW and not platform.has_transformer_engine():
             yield CheckRow(label, "not here: Transformer Engine is not installed")
             continue
         weights, resumed = _with_restart(folder, options, bench.folder / label.replace(" ", "_"))

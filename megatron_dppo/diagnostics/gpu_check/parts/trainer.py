@@ -7,7 +7,6 @@ plan. ``context`` compares a step of two context-parallel ranks with the same st
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import time
@@ -78,6 +77,8 @@ class PassResult:
 @part("Transformer Engine's layers against torch's and transformers', logits and gradients", 240.0)
 def layers(bench: Bench) -> Iterator[CheckRow]:
     """Compare torch's layers in float32 with transformers, then both kinds of layers in bfloat16 with float32."""
+    from megatron_dppo.trainer import platform
+
     folder = tiny_model(bench.folder / "model")
     batch = random_batch(load_model_shape(folder).vocab_size, LENGTHS)
     exact = _run_pass(folder, "float32", batch, torch_layers=True)
@@ -87,7 +88,7 @@ def layers(bench: Bench) -> Iterator[CheckRow]:
     )
     by_torch = _run_pass(folder, "bfloat16", batch, torch_layers=True)
     yield from _against("torch layers, bfloat16", by_torch, exact, BF16_LIMIT, BF16_LIMIT)
-    if not bench.gpus or importlib.util.find_spec("transformer_engine") is None:
+    if not bench.gpus or not platform.has_transformer_engine():
         why = "it is not installed" if bench.gpus else "it needs a GPU"
         yield CheckRow("Transformer Engine's layers", f"not here: {why}")
         return
@@ -423,14 +424,15 @@ def exchange_row(exchange: str, dtype: str, one: dict[str, Any], two: dict[str, 
 
 def _layout_row(bench: Bench) -> CheckRow:
     """Return a row that holds if ``own_rows`` gives each of four ranks the rows that Transformer Engine gives it."""
+    from megatron_dppo.trainer import platform
+
     label = "own rows of each rank"
-    if not bench.gpus or importlib.util.find_spec("transformer_engine") is None:
+    if not bench.gpus or not platform.has_transformer_engine():
         return CheckRow(label, "not here: the comparison needs Transformer Engine and a GPU")
     import torch
     import transformer_engine.pytorch  # noqa: F401  # loads the extension, which is in no folder of sys.path
     import transformer_engine_torch
 
-    from megatron_dppo.trainer import platform
     from megatron_dppo.trainer.context_parallel import own_rows
 
     device = platform.current().device
