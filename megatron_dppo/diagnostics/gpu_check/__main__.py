@@ -87,9 +87,12 @@ class MachineCheck:
     def run(self, part: CheckPart, limit_s: float) -> PartResult:
         """Run a part for at most ``limit_s`` seconds, or for the seconds of ``--time-limit``."""
         limit = self.options.time_limit or limit_s
+        folder = unused_path(self.folder / part.name)
+        if folder.name != part.name:
+            # The part runs a second time.
+            self.count += 1
         number = f"[{len(self._results) + 1}/{self.count}]"
         print(f"{number} {part.name}, at most {limit:.0f} s: {part.shows}", flush=True)
-        folder = unused_path(self.folder / part.name)
         result = run_part(
             part,
             folder,
