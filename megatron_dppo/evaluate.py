@@ -194,7 +194,7 @@ def _evaluate(
     samples = SampleMaker.of(config, data)
     results: dict[str, dict[str, SetResult]] = {}
     with (
-        Scorer(config.reward, data.place_of, data.reader) as scorer,
+        Scorer.of(config, data) as scorer,
         open(out / SAMPLES_FILE, "w", encoding="utf-8") as file,
     ):
         outputs: dict[str, list[dict[str, str]]] = {checkpoint: [] for checkpoint in checkpoints}

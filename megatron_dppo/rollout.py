@@ -107,7 +107,7 @@ def _generate(config: TrainConfig, out: Path) -> int:
     with ExitStack() as stack:
         if episodes is not None:
             stack.callback(episodes.pool.close)
-        scorer = stack.enter_context(Scorer(config.reward, data.place_of, data.reader))
+        scorer = stack.enter_context(Scorer.of(config, data))
         fleet = stack.enter_context(own_fleet(config, out / "logs"))
         job = generation_job(config, data, shape, topk, episodes)
         batches = _Batches(config, data, fleet, scorer, job, out)

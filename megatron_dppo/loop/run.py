@@ -281,7 +281,7 @@ class Run:
             place_of = self.data.place_of
             session = EngineSession(config, self.trainer, self.should_stop, fence, place_of)
             self.engine = stack.enter_context(session)
-        self.scorer = Scorer(config.reward, self.data.place_of, self.data.reader)
+        self.scorer = Scorer.of(config, self.data)
         # Only leaders score responses, so only they need reward workers.
         if self.trainer.topology.is_leader:
             stack.enter_context(self.scorer)

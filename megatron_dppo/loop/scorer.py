@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data.thoughts import TurnText
@@ -18,6 +18,10 @@ from megatron_dppo.engine.turn_text import ResponseReader
 from megatron_dppo.rewards import RewardInput, form_read_by
 from megatron_dppo.rewards.result import USABLE_NUMBER, is_usable
 from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError
+
+if TYPE_CHECKING:
+    from megatron_dppo.config.schema import TrainConfig
+    from megatron_dppo.loop.inputs import RunData
 
 PlaceOf = Callable[[Sequence[int]], str | None]
 """Tokens of a prompt -> file and line of the prompt's problem; None if no problem has this prompt."""
@@ -124,6 +128,11 @@ class Scorer:
             self._verifiers[name] = Verifier.of(term)
             self._weights[name] = term.weight
         self._stack = ExitStack()
+
+    @classmethod
+    def of(cls, config: TrainConfig, data: RunData) -> Self:
+        """Return the scorer of a run, an evaluation or a rollout: it reads responses and finds problems by ``data``."""
+        return cls(config.reward, data.place_of, data.reader)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.chat import generation_prompt
 from megatron_dppo.data.thoughts import DEFAULT_MARKS, answer_part, open_thought
 from megatron_dppo.data.trajectory import Problem, Trajectory
+from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.run_identity import identity_of
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.rewards.math_verify import math_verify
@@ -171,6 +173,25 @@ def test_an_unfinished_thought_earns_nothing(name):
             turn = turn_of(tokenizer, f"{response}<|im_end|>")
             scores.append(scorer.submit(problem, scorer.text_of(turn)).result().value)
     assert scores == [0, 1]
+
+
+def test_the_scorer_of_a_run_reads_the_thoughts_that_its_prompts_open(tmp_path):
+    """Runs, evaluations and rollouts build their scorer by this function."""
+    tree = minimal(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = published_tokenizer(PUBLISHED["qwen3_moe, thinking"]).chat_template
+    tokenizer.save_pretrained(tmp_path / "model")
+    tree["data"]["apply_chat_template"] = True
+    (tmp_path / "train.jsonl").write_text('{"prompt": "3+5", "answer": "42"}\n' * 8)
+    tree["reward"] = {"name": "exact_integer", "workers": 1}
+    config = TrainConfig.model_validate(tree)
+    data = RunData(config)
+    problem = data.train.problems[0]
+    ids = tokenizer("42<|im_end|>", add_special_tokens=False)["input_ids"]
+    unfinished = replace(Trajectory.of_response(problem.prompt_ids, ids), text="42")
+    with Scorer.of(config, data) as scorer:
+        score = scorer.submit(problem, scorer.text_of(unfinished)).result()
+    assert score.value == 0
 
 
 def test_the_marks_of_the_configuration_replace_the_default():
