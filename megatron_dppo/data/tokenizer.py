@@ -68,7 +68,53 @@ def _with_rules(
     name: str | Path,
     local_files_only: bool,
 ) -> PreTrainedTokenizerBase:
-    """As ``with_file_rules``; ``rules``: the result of ``_rules_of``."""
+    """As ``with_file_rules``, with the first token of a text that the folder asks for. ``rules``: of ``_rules_of``."""
+    tokenizer = _of_file(tokenizer, rules, name, local_files_only)
+    _restore_first_token(tokenizer, name)
+    return tokenizer
+
+
+def _restore_first_token(tokenizer: PreTrainedTokenizerBase, name: str | Path) -> None:
+    """Have ``tokenizer`` begin texts with its first token, if tokenizer_config.json says so (``add_bos_token``).
+
+    transformers 5 ignores this key: it adds the token only where tokenizer.json does. Raises DataError.
+    """
+    first_token = tokenizer.bos_token_id
+    if first_token is None or not tokenizer.is_fast or _declared(name, "add_bos_token") is not True:
+        return
+    if _begins_with(tokenizer, first_token, name):
+        return
+    tokenizer.add_bos_token = True
+    if not _begins_with(tokenizer, first_token, name):
+        raise DataError(
+            f"{name}: add_bos_token in {_CONFIG} is true, but the tokenizer can't be made to begin a text with "
+            f"{tokenizer.bos_token!r}; expected a tokenizer.json whose post_processor adds it"
+        )
+    log.warning(
+        "%s: add_bos_token in %s is true, but transformers begins no text with %r. This program begins prompts "
+        "without a chat template with it",
+        name,
+        _CONFIG,
+        tokenizer.bos_token,
+    )
+
+
+def _begins_with(tokenizer: PreTrainedTokenizerBase, token: int, name: str | Path) -> bool:
+    try:
+        ids: list[int] = tokenizer(_COMPARED_TEXTS[0])["input_ids"]
+    # As in ``_loaded``.
+    except Exception as error:
+        raise DataError(f"{name}: its tokenizer can't encode text: {_reason(error)}") from error
+    return ids[:1] == [token]
+
+
+def _of_file(
+    tokenizer: PreTrainedTokenizerBase,
+    rules: Tokenizer | None,
+    name: str | Path,
+    local_files_only: bool,
+) -> PreTrainedTokenizerBase:
+    """Return ``tokenizer``, or one with ``rules``; see ``with_file_rules``."""
     from transformers import PreTrainedTokenizerFast
 
     if rules is None:
@@ -91,7 +137,7 @@ def _with_rules(
         name,
         type(tokenizer).__name__,
         _CONFIG,
-        json.dumps(_declared_class(name)),
+        json.dumps(_declared(name, "tokenizer_class")),
         difference,
     )
     return plain_tokenizer
@@ -156,12 +202,12 @@ def _file_of(name: str | Path, file: str, local_files_only: bool) -> str | None:
     return path
 
 
-def _declared_class(name: str | Path) -> Any:
-    """Return the ``tokenizer_class`` of a tokenizer that has been loaded; None if its configuration names none."""
+def _declared(name: str | Path, key: str) -> Any:
+    """Return a key of the configuration of a tokenizer that has been loaded; None without the key."""
     path = _file_of(name, _CONFIG, True)
     if path is None:
         return None
-    return json.loads(Path(path).read_text(encoding="utf-8")).get("tokenizer_class")
+    return json.loads(Path(path).read_text(encoding="utf-8")).get(key)
 
 
 def _rules_of(name: str | Path, local_files_only: bool) -> Tokenizer | None:

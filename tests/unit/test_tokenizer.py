@@ -112,6 +112,23 @@ def test_a_server_decodes_by_the_rules(tmp_path, family, class_name, model_type)
     assert hasattr(tokenizer, "additional_stop_token_ids")
 
 
+@pytest.mark.parametrize("class_name", [None, "LlamaTokenizerFast", "Qwen2TokenizerFast"])
+@pytest.mark.parametrize("declared", [True, False, None])
+def test_a_text_begins_with_the_token_that_the_folder_asks_for(
+    tmp_path, caplog, class_name, declared
+):
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    first = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    keys = {"add_bos_token": declared, "bos_token": "<|im_start|>"}
+    change_config(tmp_path, backend=None, tokenizer_class=class_name, **keys)
+    loaded = load_tokenizer(tmp_path)
+    ids = loaded(TEXT, add_special_tokens=False)["input_ids"]
+    assert loaded(TEXT)["input_ids"] == ([first, *ids] if declared else ids)
+    assert any("add_bos_token" in record.message for record in caplog.records) is bool(declared)
+
+
 def set_vocabulary(folder: Path, change: Any) -> None:
     path = folder / "tokenizer.json"
     values = json.loads(path.read_text())
