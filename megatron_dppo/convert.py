@@ -62,11 +62,7 @@ def parser() -> argparse.ArgumentParser:
     new_folder_help = "new or empty folder"
     text = "Hugging Face -> Megatron-Core's torch_dist"
     to_megatron = command(
-        "hf-to-megatron",
-        _hf_to_megatron,
-        text,
-        hf="Hugging Face folder",
-        out=new_folder_help,
+        "hf-to-megatron", _hf_to_megatron, text, hf="Hugging Face folder", out=new_folder_help
     )
     text = "a converted folder -> Hugging Face shards"
     source = "folder made by hf-to-megatron, or a checkpoint of a training run"
@@ -94,31 +90,18 @@ def parser() -> argparse.ArgumentParser:
     text = "a PEFT folder and its base -> Hugging Face shards"
     peft = "folder in PEFT's format"
     command(
-        "merge-adapters",
-        _merge_adapters,
-        text,
-        hf="the base",
-        adapters=peft,
-        out=new_folder_help,
+        "merge-adapters", _merge_adapters, text, hf="the base", adapters=peft, out=new_folder_help
     )
     text = "a run's checkpoint -> a PEFT folder"
     step, base = "a step's folder of a run", "the base, compared by its SHA-256"
     command(
-        "adapters-to-peft",
-        _adapters_to_peft,
-        text,
-        checkpoint=step,
-        hf=base,
-        out=new_folder_help,
+        "adapters-to-peft", _adapters_to_peft, text, checkpoint=step, hf=base, out=new_folder_help
     )
     text = "an export -> a repository of huggingface.co, private unless --public"
     export = "Hugging Face folder, such as a run's hf/; only its own files are sent"
     upload = command("upload", _upload, text, hf=export)
     upload.add_argument(
-        "--repo",
-        required=True,
-        metavar="OWNER/NAME",
-        help="created if it is missing",
+        "--repo", required=True, metavar="OWNER/NAME", help="created if it is missing"
     )
     upload.add_argument("--public", action="store_true", help="create the repository as public")
     upload.add_argument("--revision", help="an existing branch (main)")
@@ -151,10 +134,7 @@ def _hf_to_megatron(arguments: argparse.Namespace) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     with _bytes_progress("converting", _stored_bytes(arguments.hf)) as advance:
         result = hf_to_megatron(
-            arguments.hf,
-            arguments.out,
-            dtype=arguments.dtype,
-            progress=advance,
+            arguments.hf, arguments.out, dtype=arguments.dtype, progress=advance
         )
     print(
         f"{arguments.out}: {len(result.tensors)} tensors, {result.shape.family}, torch_dist, for any "
@@ -268,10 +248,7 @@ def _upload(arguments: argparse.Namespace) -> int:
     from megatron_dppo.checkpoint_conversion.uploading import upload
 
     address = upload(
-        arguments.hf,
-        arguments.repo,
-        private=not arguments.public,
-        revision=arguments.revision,
+        arguments.hf, arguments.repo, private=not arguments.public, revision=arguments.revision
     )
     print(f"{arguments.hf}: {address}")
     return 0

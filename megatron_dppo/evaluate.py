@@ -193,10 +193,7 @@ def _evaluate(
     data = RunData(config)
     samples = SampleMaker.of(config, data)
     results: dict[str, dict[str, SetResult]] = {}
-    with (
-        Scorer.of(config, data) as scorer,
-        open(out / SAMPLES_FILE, "w", encoding="utf-8") as file,
-    ):
+    with Scorer.of(config, data) as scorer, open(out / SAMPLES_FILE, "w", encoding="utf-8") as file:
         outputs: dict[str, list[dict[str, str]]] = {checkpoint: [] for checkpoint in checkpoints}
 
         def keep(checkpoint: str, name: str, problem: Problem, response: Trajectory) -> None:
@@ -251,11 +248,7 @@ class _Checkpoint:
             return results
 
     def _result(
-        self,
-        fleet: OwnFleet,
-        name: str,
-        template: GenerationJob,
-        problems: Sequence[Problem],
+        self, fleet: OwnFleet, name: str, template: GenerationJob, problems: Sequence[Problem]
     ) -> SetResult:
         from megatron_dppo.loop.evaluation import evaluation_job, without_length_penalties
 

@@ -276,9 +276,7 @@ def note_failure() -> None:
 
 
 def _log_uncaught(
-    error_type: type[BaseException],
-    error: BaseException,
-    trace: TracebackType | None,
+    error_type: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Write the traceback to the log file, then to standard error as Python does."""
     if not issubclass(error_type, KeyboardInterrupt):

@@ -232,10 +232,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the Hugging Face folder that generates (default: model.hf_checkpoint)",
     )
     parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="folder for the batches (default: run.directory)",
+        "--out", type=Path, metavar="FOLDER", help="folder for the batches (default: run.directory)"
     )
     return parser
 

@@ -140,9 +140,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _stage_faults(
-    config: TrainConfig,
-    options: argparse.Namespace,
-    faulty_keys: Collection[str] = (),
+    config: TrainConfig, options: argparse.Namespace, faulty_keys: Collection[str] = ()
 ) -> tuple[str, list[str]]:
     """Return the layout in a line (empty if it is invalid), and the faults of values, libraries, data and checkpoints.
 
@@ -276,9 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_config_arguments(parser)
     parser.add_argument(
-        CHECK,
-        action="store_true",
-        help="validate, describe the layout in a line, and exit",
+        CHECK, action="store_true", help="validate, describe the layout in a line, and exit"
     )
     parser.add_argument(
         "--hosts",
@@ -288,9 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     # Only the child process that checks a start gets this option: it writes its findings on answers to the file.
     parser.add_argument(ANSWERS, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--print-config",
-        action="store_true",
-        help="print every value with its default, and exit",
+        "--print-config", action="store_true", help="print every value with its default, and exit"
     )
     return parser
 

@@ -148,12 +148,7 @@ def run_peer(work: Work, url: str, seed: int, *, stream: bool) -> Turn:
         command = [sys.executable, os.path.abspath(__file__), "--as-peer", str(clock), *flags]
         for option, value in words.items():
             command += [option, str(value)]
-        done = subprocess.run(
-            command,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode or not result.exists():
             sys.exit(
                 f"sglang.benchmark.serving failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"

@@ -114,11 +114,7 @@ class RunFigures:
 
 def run(config: str, mode: str, directory: Path, overrides: Sequence[str]) -> RunFigures:
     """Run one training in a new ``directory``. Exit the program if the training fails."""
-    words = (
-        f"run.directory={directory}",
-        "run.resume=never",
-        *MODES[mode],
-    )
+    words = (f"run.directory={directory}", "run.resume=never", *MODES[mode])
     command = [sys.executable, "-m", "megatron_dppo.train", config, *words, *overrides]
     directory.mkdir(parents=True)
     with open(directory.with_suffix(".out"), "wb") as out:

@@ -145,21 +145,14 @@ class Lab:
 
 
 def _trajectory(
-    sampled: Sampled,
-    row: int,
-    prompt_length: int,
-    end_id: int | None,
-    problem: int,
-    index: int,
+    sampled: Sampled, row: int, prompt_length: int, end_id: int | None, problem: int, index: int
 ) -> Trajectory:
     """Return response ``index`` to ``problem``: row ``row`` of ``sampled``, up to the first token ``end_id``."""
     prompt_ids = sampled.ids[row, :prompt_length]
     response_ids = sampled.ids[row, prompt_length:]
     ends = np.flatnonzero(response_ids == end_id)
     count = int(ends[0]) + 1 if len(ends) else len(response_ids)
-    columns = {
-        "rollout_log_probs": sampled.log_probs[row, :count],
-    }
+    columns = {"rollout_log_probs": sampled.log_probs[row, :count]}
     if sampled.topk_ids is not None and sampled.topk_log_probs is not None:
         columns |= {
             "topk_ids": sampled.topk_ids[row, :count],

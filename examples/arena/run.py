@@ -29,14 +29,7 @@ from typing import TextIO, TypeVar
 import torch
 
 from examples.arena import lab, real_loop
-from examples.arena.claims import (
-    CLAIMS,
-    QUICK_SEEDS,
-    SETTINGS,
-    SURVEYS,
-    Claim,
-    Record,
-)
+from examples.arena.claims import CLAIMS, QUICK_SEEDS, SETTINGS, SURVEYS, Claim, Record
 from examples.arena.findings import write_findings
 from examples.arena.lab import Cell
 from examples.arena.tasks import TASKS

@@ -14,9 +14,7 @@ SMALLEST_DEVIATION = 1e-6
 
 
 def group_relative(
-    rewards: Sequence[float] | Tensor,
-    group_size: int,
-    advantage: AdvantageName = "group-mean",
+    rewards: Sequence[float] | Tensor, group_size: int, advantage: AdvantageName = "group-mean"
 ) -> Tensor:
     """Compute the advantage A_i of each response i: its reward R_i minus the mean reward of its group.
 
@@ -60,9 +58,7 @@ def group_relative(
 
 
 def turn_relative(
-    returns: Sequence[Sequence[float]],
-    group_size: int,
-    advantage: AdvantageName = "group-mean",
+    returns: Sequence[Sequence[float]], group_size: int, advantage: AdvantageName = "group-mean"
 ) -> list[list[float]]:
     """Compute the advantage A_ik of turn k of response i: its return G_ik compared with the group's returns of turn k.
 

@@ -49,9 +49,7 @@ class Algorithm(table.AlgorithmFacts):
 
 
 def build_algorithm(
-    name: str,
-    options: Mapping[str, Any] | None = None,
-    settings: table.Settings = "stability",
+    name: str, options: Mapping[str, Any] | None = None, settings: table.Settings = "stability"
 ) -> Algorithm:
     """Build the preset ``name`` with its functions.
 

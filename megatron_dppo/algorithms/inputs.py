@@ -234,10 +234,7 @@ def shift_by_one(inputs: TokenInputs, prefix: Tensor, start: float) -> Tensor:
 
 
 def _scan(
-    inputs: TokenInputs,
-    values: Tensor,
-    neutral: float,
-    combine: Callable[..., Tensor],
+    inputs: TokenInputs, values: Tensor, neutral: float, combine: Callable[..., Tensor]
 ) -> Tensor:
     """Combine ``values`` over the response's tokens up to each token, with windows that double in length.
 

@@ -36,9 +36,7 @@ class LossSums:
 
 
 def policy_loss(
-    algorithm: Algorithm,
-    inputs: TokenInputs,
-    token_scale: Tensor | None = None,
+    algorithm: Algorithm, inputs: TokenInputs, token_scale: Tensor | None = None
 ) -> LossSums:
     """Sum -M min(w, C) A over the tokens in ``loss_mask``, and add the algorithm's penalties.
 
@@ -80,9 +78,7 @@ def policy_loss(
 
 
 def _coefficients(
-    algorithm: Algorithm,
-    inputs: TokenInputs,
-    decisions: Decisions,
+    algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions
 ) -> tuple[Tensor, Tensor, MetricSums]:
     """Return each token's loss, its derivative by log pi, and the sums of surrogate and penalties as metrics.
 

@@ -77,9 +77,7 @@ ESTIMATORS: dict[table.EstimatorName, Estimator] = {
 
 
 def reference_penalty(
-    coefficient: float,
-    estimator: table.EstimatorName = "k3",
-    weight_cap: float | None = None,
+    coefficient: float, estimator: table.EstimatorName = "k3", weight_cap: float | None = None
 ) -> ReferencePenalty:
     """Build the penalty: the sum of ``coefficient`` times an estimate over the tokens in ``loss_mask``.
 
@@ -98,10 +96,7 @@ def reference_penalty(
     estimate = ESTIMATORS[estimator]
 
     def add(
-        sums: LossSums,
-        inputs: TokenInputs,
-        reference: Tensor,
-        scale: Tensor | None,
+        sums: LossSums, inputs: TokenInputs, reference: Tensor, scale: Tensor | None
     ) -> LossSums:
         mask = inputs.loss_mask
         dtype = inputs.log_probs.dtype
@@ -125,9 +120,7 @@ def reference_penalty(
         # log pi - stop(log pi) has the value 0 and log pi's gradient.
         penalty = (value + slope * (log_probs - log_probs.detach())).sum()
         return replace(
-            sums,
-            loss=sums.loss + penalty,
-            metrics=sums.metrics + MetricSums(sums=metrics),
+            sums, loss=sums.loss + penalty, metrics=sums.metrics + MetricSums(sums=metrics)
         )
 
     return add

@@ -180,12 +180,7 @@ def kpop(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float) -> Tensor:
 
 @torch.no_grad()
 def complementary_clip(
-    inputs: TokenInputs,
-    anchor: Anchor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    smoothing: float,
+    inputs: TokenInputs, anchor: Anchor, *, clip_low: float, clip_high: float, smoothing: float
 ) -> Tensor:
     """Bellman policy optimization's mask: PPO's clip of ``complementary_ratio``."""
     ratio = complementary_ratio(inputs, anchor, smoothing=smoothing)
@@ -332,11 +327,7 @@ def complementary_ratio(inputs: TokenInputs, anchor: Anchor, *, smoothing: float
 
 @torch.no_grad()
 def soft_gate(
-    inputs: TokenInputs,
-    anchor: Anchor,
-    *,
-    tau_positive: float,
-    tau_negative: float,
+    inputs: TokenInputs, anchor: Anchor, *, tau_positive: float, tau_negative: float
 ) -> Tensor:
     """w = 4 s (1 - s) r, s = sigmoid(tau (r - 1)), tau by the sign of A: the gradient weight of SAPO (arXiv
     2511.20347), whose loss per token is -A (4 / tau) sigmoid(tau (r - 1)). w = 1 at r = 1.
@@ -404,8 +395,5 @@ def squared_log_ratio(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
     return 0.5 * log_ratio.square(), log_ratio
 
 
-PENALTIES: dict[str, Penalty] = {
-    "kl_coefficient": kl,
-    "log_ratio_coefficient": squared_log_ratio,
-}
+PENALTIES: dict[str, Penalty] = {"kl_coefficient": kl, "log_ratio_coefficient": squared_log_ratio}
 """Option with the term's coefficient -> the term."""

@@ -37,11 +37,7 @@ from megatron_dppo.algorithms.rules import (
 
 @torch.no_grad()
 def sequence_clip(
-    inputs: TokenInputs,
-    anchor: Anchor,
-    *,
-    clip_low: float,
-    clip_high: float,
+    inputs: TokenInputs, anchor: Anchor, *, clip_low: float, clip_high: float
 ) -> Tensor:
     """GSPO's clip (arXiv 2507.18071, Eq. 5): PPO's test, applied to the ratio of the sequence. If A has the same
     sign at all tokens of a response, all of them train, or all are blocked.
@@ -96,12 +92,7 @@ def geometric_band(
 
 @torch.no_grad()
 def mean_shift(
-    inputs: TokenInputs,
-    anchor: Anchor,
-    *,
-    largest_shift: float,
-    clip_low: float,
-    clip_high: float,
+    inputs: TokenInputs, anchor: Anchor, *, largest_shift: float, clip_low: float, clip_high: float
 ) -> Tensor:
     """VACO's filter (arXiv 2603.01365) in a form for language models: with rho = pi' / mu, block a token if the mean of
     |rho - 1| over its response exceeds ``largest_shift`` and A log rho > 0. PPO's clip of pi / pi' also blocks tokens

@@ -33,11 +33,7 @@ def step_bound_of(inputs: TokenInputs) -> Tensor:
 
 @torch.no_grad()
 def outward_moment_cut(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    total: StepTotal,
-    *,
-    second_moment: float,
+    log_ratio: Tensor, advantages: Tensor, total: StepTotal, *, second_moment: float
 ) -> float:
     """Find the level c for which the mean of min((log r)^2, c) is the number ``second_moment``.
 
@@ -60,11 +56,7 @@ def outward_moment_cut(
 
 @torch.no_grad()
 def second_moment_cut(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    total: StepTotal,
-    *,
-    second_moment: float,
+    log_ratio: Tensor, advantages: Tensor, total: StepTotal, *, second_moment: float
 ) -> float:
     """Find a cut for (log r)^2: tokens below the cut train, and their mean (log r)^2 is at most ``second_moment``.
 

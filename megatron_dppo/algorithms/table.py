@@ -130,9 +130,7 @@ OPTIONS: dict[str, Option] = {
         bound=lambda value, positive: f"pi'/mu < {value:g}",
     ),
     "mismatch_high": Option(
-        "largest pi' / mu that trains",
-        "mask",
-        bound=lambda value, positive: f"pi'/mu > {value:g}",
+        "largest pi' / mu that trains", "mask", bound=lambda value, positive: f"pi'/mu > {value:g}"
     ),
     "penalty_threshold": Option("delta of DRPO's quadratic penalty, in probability", "weight"),
     "smoothing": Option("e of the weight (1 + e - mu) / (1 + e - pi)", "both"),
@@ -309,10 +307,7 @@ PDM = {"kl_threshold": 0.15, "ratio_cap": 5.0}
 
 
 def _bounded(
-    divergence: Divergence,
-    anchor: AnchorName = "rollout",
-    *,
-    whole_vocabulary: bool = False,
+    divergence: Divergence, anchor: AnchorName = "rollout", *, whole_vocabulary: bool = False
 ) -> Preset:
     """Return a row of DPPO's form: a mask that bounds ``divergence`` and has its name."""
     bounds_tv = divergence.endswith("tv")
@@ -362,9 +357,7 @@ def _predictive(tail: Tail, *, whole_vocabulary: bool = False) -> Preset:
 
 
 def _of_sequences(
-    mask: str,
-    numbers: Mapping[str, float],
-    weight: str = "importance_ratio",
+    mask: str, numbers: Mapping[str, float], weight: str = "importance_ratio"
 ) -> Preset:
     """Return a row whose mask or weight reads whole responses."""
     return Preset(mask, numbers, weight=weight, sequences=True)
@@ -581,9 +574,7 @@ class AlgorithmFacts:
 
 
 def algorithm_facts(
-    name: str,
-    options: Mapping[str, Any] | None = None,
-    settings: Settings = "stability",
+    name: str, options: Mapping[str, Any] | None = None, settings: Settings = "stability"
 ) -> AlgorithmFacts:
     """Return the preset ``name`` in ``settings``, with its numbers overridden by ``options``.
 

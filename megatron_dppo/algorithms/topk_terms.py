@@ -14,10 +14,7 @@ from megatron_dppo.metrics.sums import MetricSums
 
 
 def score_centering(
-    algorithm: Algorithm,
-    inputs: TokenInputs,
-    decisions: Decisions,
-    token_scale: Tensor | None,
+    algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions, token_scale: Tensor | None
 ) -> Tensor:
     """Return the term of score centering. Its value is 0. Its gradient is the sum of A c_v grad log pi_v over trained
     tokens, and over the ids v of each token's TopK(mu). A is the token's advantage times its ``token_scale``, pi_v is
@@ -32,10 +29,7 @@ def score_centering(
 
 
 def projection_terms(
-    algorithm: Algorithm,
-    inputs: TokenInputs,
-    decisions: Decisions,
-    token_scale: Tensor | None,
+    algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions, token_scale: Tensor | None
 ) -> tuple[Tensor, MetricSums]:
     """Return TROLL's terms of the loss, and their metrics.
 

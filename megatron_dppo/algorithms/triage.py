@@ -78,11 +78,7 @@ def gated_ratio(inputs: TokenInputs, anchor: Anchor, *, gate_segment: float) -> 
 
 @torch.no_grad()
 def repair(
-    inputs: TokenInputs,
-    anchor: Anchor,
-    *,
-    repair_segment: float,
-    repair: float,
+    inputs: TokenInputs, anchor: Anchor, *, repair_segment: float, repair: float
 ) -> tuple[Tensor, Tensor]:
     """Compute TRIAGE's repair term at each token, and the derivative of the term's total by each token's log pi.
 

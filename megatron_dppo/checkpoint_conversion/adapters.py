@@ -85,10 +85,7 @@ class AdapterFolder:
     base: str
 
     def write(
-        self,
-        out_dir: str | Path,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        dtype: torch.dtype,
+        self, out_dir: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
     ) -> None:
         """Write a folder with this configuration and ``tensors``, as ``write_peft`` does."""
         write_peft(out_dir, self.adapters, self.shape, tensors, base=self.base, dtype=dtype)
@@ -323,9 +320,7 @@ def residual(weight: torch.Tensor, initialization: str, factors: Factors) -> tor
 
 
 def modules_of(
-    config: Mapping[str, Any],
-    shape: ModelShape,
-    stored: Collection[str],
+    config: Mapping[str, Any], shape: ModelShape, stored: Collection[str]
 ) -> tuple[str, ...]:
     """Return the matrices that PEFT adapts, by the last part of their names (``q_proj``), in the family's order.
 
@@ -416,10 +411,7 @@ def _last_name(matrix: str) -> str:
 
 
 def merge_adapters(
-    hf_dir: str | Path,
-    peft_dir: str | Path,
-    out_dir: str | Path,
-    progress: Progress,
+    hf_dir: str | Path, peft_dir: str | Path, out_dir: str | Path, progress: Progress
 ) -> Certificate:
     """Write ``hf_dir`` with the adapters of ``peft_dir`` merged into it, in the dtype of ``hf_dir``, and a certificate.
 
@@ -508,9 +500,7 @@ def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str 
 
 
 def _stored_tensors(
-    stored: torch_dist.TorchDistFolder,
-    adapters: Adapters,
-    shape: ModelShape,
+    stored: torch_dist.TorchDistFolder, adapters: Adapters, shape: ModelShape
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, dims in adapter_tensors(adapters, shape).items():
         key, expert = checkpoint_key(name)

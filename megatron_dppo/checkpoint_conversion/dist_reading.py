@@ -346,12 +346,7 @@ class StoredBlocks(Closing):
         return path, start + number * tensor.dtype.itemsize
 
     def _copy(
-        self,
-        key: str,
-        tensor: StoredTensor,
-        stored: Box,
-        part: Box,
-        out: torch.Tensor,
+        self, key: str, tensor: StoredTensor, stored: Box, part: Box, out: torch.Tensor
     ) -> None:
         """Copy ``part`` of the ``stored`` box into ``out``.
 
@@ -388,11 +383,7 @@ class StoredBlocks(Closing):
             out_rows[row : row + count].copy_(block)
 
     def _first_element(
-        self,
-        key: str,
-        offsets: Dims,
-        dtype: torch.dtype,
-        elements: int,
+        self, key: str, offsets: Dims, dtype: torch.dtype, elements: int
     ) -> tuple[int, int]:
         """Return the file descriptor and the byte offset of a stored box's first element."""
         identity = (key, offsets)

@@ -196,10 +196,7 @@ def _metadata(items: Iterable[StoredItem]) -> Metadata:
 
 
 def write_torch_dist(
-    folder: Path,
-    shape: ModelShape,
-    dtypes: Mapping[str, torch.dtype],
-    read: ReadRows,
+    folder: Path, shape: ModelShape, dtypes: Mapping[str, torch.dtype], read: ReadRows
 ) -> None:
     """Write a model into ``folder``, an existing empty folder. Every layout can load the result.
 

@@ -134,10 +134,7 @@ class StagedFolder:
 
 
 def copy_side_files(
-    source: str | Path,
-    target: Path,
-    dtype: str,
-    quantization: Mapping[str, Any] | None = None,
+    source: str | Path, target: Path, dtype: str, quantization: Mapping[str, Any] | None = None
 ) -> None:
     """Copy ``side_files`` except Megatron's tracker: functions that write a Megatron checkpoint write a new tracker.
 
@@ -269,11 +266,7 @@ class SafetensorsReader(Closing):
         return self._file_of[name].read_rows(name, start, count)
 
     def read(
-        self,
-        name: str,
-        dim: int = 0,
-        start: int = 0,
-        length: int | None = None,
+        self, name: str, dim: int = 0, start: int = 0, length: int | None = None
     ) -> torch.Tensor:
         """Read ``tensor.narrow(dim, start, length)``, contiguous; without a length, to the end."""
         return tensor_store.read_slice(self, name, dim, start, length)
@@ -398,12 +391,7 @@ class ShardedWriter:
             raise CheckpointError(
                 f"{len(wrong_names)} tensors were not written with every row once, first {wrong_names[0]}"
             )
-        complete_folder(
-            self._staged.folder,
-            self._files,
-            self._side_files_from,
-            self._quantization,
-        )
+        complete_folder(self._staged.folder, self._files, self._side_files_from, self._quantization)
         if self._certificate is not None:
             self._certificate.save(self._staged.folder)
 
@@ -420,10 +408,7 @@ def write_hf_checkpoint(
     """Write a whole model from a stream of ``(name, tensor)``, with config and tokenizer of ``side_files_from``."""
     specs = trained_specs(shape, dtype)
     with ShardedWriter(
-        out_dir,
-        specs,
-        max_shard_bytes=max_shard_bytes,
-        side_files_from=side_files_from,
+        out_dir, specs, max_shard_bytes=max_shard_bytes, side_files_from=side_files_from
     ) as writer:
         for name, tensor in tensors:
             writer.write_rows(name, 0, tensor)

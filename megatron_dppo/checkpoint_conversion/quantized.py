@@ -206,9 +206,7 @@ def _block_size(path: Path) -> tuple[int, int] | None:
 
 
 def quantize_folder(
-    hf_dir: str | Path,
-    out_dir: str | Path,
-    progress: Callable[[int], None],
+    hf_dir: str | Path, out_dir: str | Path, progress: Callable[[int], None]
 ) -> dict[str, TensorSpec]:
     """Write the Hugging Face folder ``hf_dir`` as a folder with block-FP8 weights; return the tensors written.
 

@@ -61,13 +61,7 @@ def hf_to_megatron(
             tensor_store.check_tensors(reader.specs, shape, str(hf_dir))
         tensor_store.check_tied_copy(reader, shape, str(hf_dir))
         return write_megatron(
-            reader,
-            shape,
-            hf_dir,
-            out_dir,
-            dtype=dtype,
-            progress=progress,
-            recorded=certificate,
+            reader, shape, hf_dir, out_dir, dtype=dtype, progress=progress, recorded=certificate
         )
 
 
@@ -162,10 +156,7 @@ def megatron_to_hf(
         stored = TensorHashes()
         written = TensorHashes()
         writer = hf_folder.ShardedWriter(
-            out_dir,
-            specs,
-            max_shard_bytes=max_shard_bytes,
-            side_files_from=side_folder,
+            out_dir, specs, max_shard_bytes=max_shard_bytes, side_files_from=side_folder
         )
         with writer, stored, written:
             for name, start, rows in blocks(source, specs, progress):
@@ -193,10 +184,7 @@ def megatron_to_hf(
 
 
 def verify(
-    hf_dir: str | Path,
-    megatron_dir: str | Path,
-    *,
-    progress: Progress = no_progress,
+    hf_dir: str | Path, megatron_dir: str | Path, *, progress: Progress = no_progress
 ) -> Mapping[str, tensor_store.TensorSpec]:
     """Prove that a converted folder converts back to ``hf_dir`` byte by byte, and that its certificate is right.
 
@@ -226,9 +214,7 @@ def verify(
 
 
 def blocks(
-    store: tensor_store.TensorStore,
-    names: Iterable[str],
-    progress: Progress,
+    store: tensor_store.TensorStore, names: Iterable[str], progress: Progress
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Yield ``(name, first row, rows)`` of every tensor of ``names``, in order."""
     for name in names:
@@ -239,9 +225,7 @@ def blocks(
 
 
 def _dtypes(
-    store: tensor_store.TensorStore,
-    shape: ModelShape,
-    dtype: str | None,
+    store: tensor_store.TensorStore, shape: ModelShape, dtype: str | None
 ) -> tuple[str, str]:
     """Return the stored type and the type of the result.
 
@@ -253,9 +237,7 @@ def _dtypes(
 
 
 def _target_dtypes(
-    store: tensor_store.TensorStore,
-    shape: ModelShape,
-    dtype: str,
+    store: tensor_store.TensorStore, shape: ModelShape, dtype: str
 ) -> dict[str, torch.dtype]:
     """Return the dtype of each tensor of the result. Carried tensors and the tensors of ``mapping.file_dtypes`` keep
     their stored dtype; all other tensors have ``dtype``."""
@@ -271,11 +253,7 @@ def _target_dtypes(
 
 
 def _finite_cast(
-    rows: torch.Tensor,
-    name: str,
-    start: int,
-    dtype: torch.dtype,
-    folder: str | Path,
+    rows: torch.Tensor, name: str, start: int, dtype: torch.dtype, folder: str | Path
 ) -> torch.Tensor:
     """Cast ``rows`` of the tensor ``name``, from row ``start`` on, to ``dtype``.
 

@@ -374,11 +374,7 @@ class TensorStore(Protocol):
 
 
 def read_slice(
-    store: TensorStore,
-    name: str,
-    dim: int = 0,
-    start: int = 0,
-    length: int | None = None,
+    store: TensorStore, name: str, dim: int = 0, start: int = 0, length: int | None = None
 ) -> torch.Tensor:
     """Read ``tensor.narrow(dim, start, length)`` of a stored tensor, contiguous, with memory for one more block."""
     dims = store.specs[name].shape

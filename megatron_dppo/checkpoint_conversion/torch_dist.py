@@ -419,11 +419,7 @@ class CheckedReader(Closing):
         tensor_store.check_tied_copy(self._store, shape, str(self._store.folder))
 
     def read(
-        self,
-        name: str,
-        dim: int = 0,
-        start: int = 0,
-        length: int | None = None,
+        self, name: str, dim: int = 0, start: int = 0, length: int | None = None
     ) -> torch.Tensor:
         """Read ``tensor.narrow(dim, start, length)``, contiguous. Raises MismatchError if the tensor was altered."""
         self._compare(name)

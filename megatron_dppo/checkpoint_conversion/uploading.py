@@ -63,11 +63,7 @@ def export_files(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def upload(
-    folder: Path,
-    repository: str,
-    *,
-    private: bool = True,
-    revision: str | None = None,
+    folder: Path, repository: str, *, private: bool = True, revision: str | None = None
 ) -> str:
     """Send an export's own files to ``repository`` (``OWNER/NAME``) of huggingface.co; return the commit's address.
 

@@ -266,11 +266,7 @@ def _time(plan: RunPlan) -> Table | None:
     seconds = plan.seconds
     if seconds is None:
         return None
-    table = figures_table(
-        "A step, seconds (a model, not a measurement)",
-        *seconds.phases,
-        "step",
-    )
+    table = figures_table("A step, seconds (a model, not a measurement)", *seconds.phases, "step")
     cells = [f"{value:.1f}" for value in seconds.phases.values()]
     table.add_row(*cells, f"{seconds.total:.0f}")
     return table

@@ -432,10 +432,7 @@ def quantization_faults(config: schema.TrainConfig, model: ModelShape) -> layout
 
 
 def check_config(
-    config: schema.TrainConfig,
-    source: str = "configuration",
-    *,
-    weights: bool = True,
+    config: schema.TrainConfig, source: str = "configuration", *, weights: bool = True
 ) -> str:
     """Run every check and return one line that describes the layout. Raises ConfigError with ``source`` as its source.
 
@@ -743,9 +740,7 @@ def _run_directory(directory: str) -> layout.Faults:
 
 
 def _engine(
-    engine: schema.EngineConfig,
-    rollout: schema.RolloutConfig,
-    strategy: str,
+    engine: schema.EngineConfig, rollout: schema.RolloutConfig, strategy: str
 ) -> layout.Faults:
     if engine.port is not None and engine.port + engine.servers_to_start > 65536:
         yield (
@@ -768,8 +763,7 @@ def _engine(
 
 
 def _updates_of_held_weights(
-    sync: schema.WeightSyncConfig,
-    engine: schema.EngineConfig,
+    sync: schema.WeightSyncConfig, engine: schema.EngineConfig
 ) -> layout.Faults:
     """Report settings that contradict ``weight_sync.changes_only`` or ``engine.atomic_updates``.
 
@@ -793,9 +787,7 @@ def _updates_of_held_weights(
 
 
 def _colocation(
-    engine: schema.EngineConfig,
-    rollout: schema.RolloutConfig,
-    strategy: str,
+    engine: schema.EngineConfig, rollout: schema.RolloutConfig, strategy: str
 ) -> layout.Faults:
     """Report settings that do not work with colocated servers, because these servers stop for every training step."""
     if engine.urls:
@@ -822,9 +814,7 @@ def _colocation(
 
 
 def _router_replay(
-    rollout: schema.RolloutConfig,
-    megatron: Mapping[str, Any],
-    model: ModelShape,
+    rollout: schema.RolloutConfig, megatron: Mapping[str, Any], model: ModelShape
 ) -> layout.Faults:
     if not rollout.router_replay:
         return

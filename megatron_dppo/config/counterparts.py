@@ -373,12 +373,7 @@ COUNTERPARTS = (
         nemo_rl="logger.wandb.name",
         prime_rl="wandb.name",
     ),
-    _row(
-        "run.seed",
-        trl="seed",
-        slime="seed rollout_seed",
-        nemo_rl="grpo.seed",
-    ),
+    _row("run.seed", trl="seed", slime="seed rollout_seed", nemo_rl="grpo.seed"),
 )
 """The rows, in the order of the page."""
 

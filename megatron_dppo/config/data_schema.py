@@ -12,11 +12,7 @@ class Section(BaseModel):
     """Base of every section: frozen, without unknown keys and without silent conversion of types."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 

@@ -41,10 +41,7 @@ class LibraryFields:
 
 
 def field_fault(
-    fields: LibraryFields,
-    key: str,
-    value: Any,
-    hidden: Collection[str] = (),
+    fields: LibraryFields, key: str, value: Any, hidden: Collection[str] = ()
 ) -> str | None:
     """Return the fault of ``key: value`` as the end of a message; None if the library accepts the value.
 
@@ -331,7 +328,7 @@ MEGATRON_OPTIONS: Mapping[str, OptionFact] = {
 """Field of TransformerConfig -> what is known of it."""
 
 MEGATRON_WITHOUT_REPLAY: Mapping[str, str] = {
-    "moe_router_fusion": "the fused router takes no recorded choice",
+    "moe_router_fusion": "the fused router takes no recorded choice"
 }
 """Field of TransformerConfig that router replay excludes -> the reason."""
 
@@ -716,10 +713,7 @@ def precision_faults(table: Mapping[str, Any], capability: tuple[int, int]) -> I
 
 
 def _capability_fault(
-    key: str,
-    value: Any,
-    min_capability: tuple[int, int],
-    capability: tuple[int, int],
+    key: str, value: Any, min_capability: tuple[int, int], capability: tuple[int, int]
 ) -> str:
     return (
         f"megatron.{key}: got {given(value)} on a GPU of compute capability {capability[0]}.{capability[1]}, expected "
@@ -846,10 +840,7 @@ OPTIMIZER = ForwardedTable(
             _ADAM_ONLY,
         ),
         **dict.fromkeys(
-            (
-                "overlap_param_gather_with_optimizer_step",
-                "reuse_grad_buf_for_mxfp8_param_ag",
-            ),
+            ("overlap_param_gather_with_optimizer_step", "reuse_grad_buf_for_mxfp8_param_ag"),
             _GATHERED_LATER,
         ),
         **dict.fromkeys(("store_param_remainders", "main_params_dtype"), _FP32_MASTERS),
@@ -863,10 +854,7 @@ OPTIMIZER = ForwardedTable(
 
 
 def training_faults(
-    ddp: Mapping[str, Any],
-    optimizer: Mapping[str, Any],
-    distributed: bool,
-    dtype: str,
+    ddp: Mapping[str, Any], optimizer: Mapping[str, Any], distributed: bool, dtype: str
 ) -> Iterator[str]:
     """Report faults of the ``megatron_ddp:`` and ``megatron_optimizer:`` tables.
 
@@ -895,9 +883,7 @@ def moment_dtypes(optimizer: Mapping[str, Any]) -> list[str]:
 
 
 def _optimizer_memory_faults(
-    optimizer: Mapping[str, Any],
-    distributed: bool,
-    dtype: str,
+    optimizer: Mapping[str, Any], distributed: bool, dtype: str
 ) -> Iterator[str]:
     """Report faults of low-precision and of offloaded state in the ``megatron_optimizer:`` table."""
     for key in (PRECISION_AWARE, OFFLOAD):

@@ -100,10 +100,7 @@ Faults = Iterator[str]
 
 
 def describe(
-    sizes: LayoutSizes,
-    rollout: RolloutConfig,
-    training: TrainingConfig,
-    model: ModelShape,
+    sizes: LayoutSizes, rollout: RolloutConfig, training: TrainingConfig, model: ModelShape
 ) -> str:
     """Return the layout, the vocabulary and a batch's optimiser steps in one line; the sections must be valid."""
     layout = Layout.of(sizes)

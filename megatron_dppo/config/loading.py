@@ -76,8 +76,7 @@ class _Loader(yaml.SafeLoader):
         # The tag ``!!map`` can stand before a value that is no table.
         if not isinstance(node, yaml.MappingNode):
             raise yaml.MarkedYAMLError(
-                problem="!!map is given to what is no table",
-                problem_mark=node.start_mark,
+                problem="!!map is given to what is no table", problem_mark=node.start_mark
             )
         line_of_key: dict[str, int] = {}
         for key_node, _ in node.value:
@@ -117,8 +116,7 @@ def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
     count = counts[id(node)]
     if count is None:
         raise yaml.MarkedYAMLError(
-            problem="an alias stands for what contains it",
-            problem_mark=node.start_mark,
+            problem="an alias stands for what contains it", problem_mark=node.start_mark
         )
     return count
 
@@ -144,8 +142,7 @@ def _value_of(node: yaml.Node, tag: str) -> str:
         if isinstance(node, yaml.ScalarNode):
             shown_value = node.value[:40]
         raise yaml.MarkedYAMLError(
-            problem=f"!!{tag} is given to {shown_value!r}",
-            problem_mark=node.start_mark,
+            problem=f"!!{tag} is given to {shown_value!r}", problem_mark=node.start_mark
         )
     return str(node.value)
 

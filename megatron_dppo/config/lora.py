@@ -38,11 +38,7 @@ def adapters_of(lora: LoraConfig, shape: ModelShape) -> Adapters | None:
 
 
 def lora_faults(
-    lora: LoraConfig,
-    sizes: LayoutSizes,
-    shape: ModelShape,
-    *,
-    has_engines: bool,
+    lora: LoraConfig, sizes: LayoutSizes, shape: ModelShape, *, has_engines: bool
 ) -> Faults:
     """Report faults of the ``lora:`` section. ``has_engines``: false for a supervised run."""
     if not lora.rank:
@@ -68,10 +64,7 @@ def lora_faults(
 
 
 def engine_adapter_faults(
-    lora: LoraConfig,
-    sglang: Mapping[str, Any],
-    weight_sync: WeightSyncConfig,
-    engine: EngineConfig,
+    lora: LoraConfig, sglang: Mapping[str, Any], weight_sync: WeightSyncConfig, engine: EngineConfig
 ) -> Faults:
     """Report settings that contradict ``lora.update``: engines receive merged weights, or load the run's adapters."""
     allowed_keys: tuple[str, ...] = ()

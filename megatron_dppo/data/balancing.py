@@ -128,11 +128,7 @@ def idle_share(plan: Sequence[Groups], costs: Sequence[float]) -> float:
 
 
 def _spread(
-    lengths: Sequence[int],
-    costs: Sequence[float],
-    groups: Groups,
-    token_budget: int,
-    count: int,
+    lengths: Sequence[int], costs: Sequence[float], groups: Groups, token_budget: int, count: int
 ) -> Groups:
     """Divide sequences into exactly ``count`` groups, the heaviest first.
 
@@ -155,10 +151,7 @@ def _spread(
 
 
 def _cheapest_with_room(
-    lengths: Sequence[int],
-    costs: Sequence[float],
-    token_budget: int,
-    count: int,
+    lengths: Sequence[int], costs: Sequence[float], token_budget: int, count: int
 ) -> Groups | None:
     """Divide sequences into ``count`` groups; return None if a sequence finds no room.
 

@@ -44,10 +44,7 @@ def batch_path(folder: str | Path, step: int) -> Path:
 
 
 def save_batch(
-    folder: str | Path,
-    step: int,
-    trajectories: Sequence[Trajectory],
-    seal: Seal | None = None,
+    folder: str | Path, step: int, trajectories: Sequence[Trajectory], seal: Seal | None = None
 ) -> Path:
     """Write the batch of ``step`` with its seal, if it has one. The file is written atomically.
 
@@ -111,9 +108,7 @@ class SavedBatch:
                 raise ValueError(f"{len(self.seal.stamps)} stamps of {len(lengths)} trajectories")
 
     def read(
-        self,
-        positions: Iterable[int],
-        without: Container[str] = frozenset(),
+        self, positions: Iterable[int], without: Container[str] = frozenset()
     ) -> list[Trajectory]:
         """Read the trajectories at these positions, with empty texts and without the columns in ``without``.
 

@@ -50,11 +50,7 @@ class ReadBy(Enum):
 
     def includes(self, stage: int, stages: int) -> bool:
         """Whether ``stage`` of ``stages``, counted from 0, reads the column."""
-        return {
-            ReadBy.FIRST: stage == 0,
-            ReadBy.LAST: stage == stages - 1,
-            ReadBy.ALL: True,
-        }[self]
+        return {ReadBy.FIRST: stage == 0, ReadBy.LAST: stage == stages - 1, ReadBy.ALL: True}[self]
 
 
 class Form(NamedTuple):
@@ -315,12 +311,7 @@ REFERENCE_LOG_PROBS = declare(
 # Packs have the advantages as ``PackedBatch.advantages``, with or without this column.
 ADVANTAGES = declare(
     Column(
-        "advantages",
-        ("float32",),
-        Rows.SAMPLED,
-        packed=False,
-        check=_finite,
-        read_by=ReadBy.LAST,
+        "advantages", ("float32",), Rows.SAMPLED, packed=False, check=_finite, read_by=ReadBy.LAST
     )
 )
 """The advantage of each token's turn, if turns have separate advantages (``environment.credit: turn``)."""
@@ -344,12 +335,7 @@ TOPK_IDS = declare(
 
 TOPK_LOG_PROBS = declare(
     Column(
-        "topk_log_probs",
-        ("float32",),
-        Rows.SAMPLED,
-        ("topk",),
-        check=_topk,
-        read_by=ReadBy.LAST,
+        "topk_log_probs", ("float32",), Rows.SAMPLED, ("topk",), check=_topk, read_by=ReadBy.LAST
     )
 )
 """Natural log mu at ``topk_ids``."""

@@ -413,9 +413,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def short_enough(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    max_prompt_tokens: int,
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_prompt_tokens: int
 ) -> list[int]:
     """Positions of the prompts that may be short enough, by their number of characters.
 
@@ -519,9 +517,7 @@ def distinct_tokens(
 
 
 def encode_in_pieces(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    by_template: bool,
+    tokenizer: PreTrainedTokenizerBase, text: str, by_template: bool
 ) -> Iterator[list[int]]:
     """Yield the ids of a rendered prompt, piece by piece. ``by_template``: whether the chat template wrote it."""
     # Tokenising a prompt of megabytes in one call would take gigabytes.
@@ -532,10 +528,7 @@ def encode_in_pieces(
 
 
 def _encode(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    *,
-    adds_special: bool,
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, adds_special: bool
 ) -> Iterator[list[int]]:
     """Yield the ids of each text. A call of the tokenizer has at most ``PIECE`` characters, or one text."""
     start = 0

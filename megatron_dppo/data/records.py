@@ -22,11 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from megatron_dppo.config.data_files import data_files
-from megatron_dppo.data.compression import (
-    CompressionError,
-    decompressed,
-    without_compressed_ending,
-)
+from megatron_dppo.data.compression import CompressionError, decompressed, without_compressed_ending
 from megatron_dppo.data.gold_answers import holds_answer
 from megatron_dppo.system.errors import RunError
 
@@ -477,9 +473,7 @@ def _last_message_hint(record: Mapping[str, Any]) -> str:
 
 
 def metadata_of(
-    record: Mapping[str, Any],
-    location: str,
-    key: str | None = None,
+    record: Mapping[str, Any], location: str, key: str | None = None
 ) -> Mapping[str, Any]:
     """Read the object under ``key``. If ``key`` is None, read the first object under ``METADATA_KEYS``; without such an
     object, return an empty mapping.

@@ -157,11 +157,7 @@ class WeightedSampler:
     """
 
     def __init__(
-        self,
-        counts: Sequence[int],
-        weights: Sequence[float],
-        seed: int,
-        shuffle: bool = True,
+        self, counts: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True
     ) -> None:
         assert len(counts) == len(weights)
         self._weights = [float(weight) for weight in weights]

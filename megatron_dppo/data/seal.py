@@ -197,9 +197,7 @@ def response_faults(t: Trajectory, origin: Origin, versions: Mapping[int, str]) 
 
 
 def sampling_faults(
-    stamps: Sequence[Stamp],
-    settings: Mapping[str, Any],
-    names: Sequence[str] | None = None,
+    stamps: Sequence[Stamp], settings: Mapping[str, Any], names: Sequence[str] | None = None
 ) -> Iterator[str]:
     """Compare the sampling settings of responses with the expected ``settings``, and yield the differences.
 

@@ -110,10 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def set_aside(
-    directory: Path,
-    seed: int,
-    overrides: Sequence[str],
-    recipe: Path = RECIPES / "config.yaml",
+    directory: Path, seed: int, overrides: Sequence[str], recipe: Path = RECIPES / "config.yaml"
 ) -> None:
     """Rename the folder of a demo that is finished, or that has another seed, algorithm or task."""
     config = directory / "config.yaml"
@@ -145,10 +142,7 @@ def _identity(config: Mapping[str, Any]) -> tuple[int, str, str | None]:
 
 
 def judge(
-    summary: Mapping[str, Any],
-    recipe_steps: int,
-    dtype: Dtype = "float32",
-    gain: float = 0.25,
+    summary: Mapping[str, Any], recipe_steps: int, dtype: Dtype = "float32", gain: float = 0.25
 ) -> list[VerdictRow]:
     """Compare the run with the demo's targets; accuracy is judged only after all recipe steps."""
     gap_bound = BY_METRIC[metric_names.GAP_ON_POLICY].upper(dtype)

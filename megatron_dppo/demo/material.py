@@ -172,9 +172,7 @@ def _exercise(expression: str) -> dict[str, str]:
 
 
 def _pairs(
-    train: list[str],
-    rng: random.Random,
-    pairs_of: Callable[[str, random.Random], Iterable[Pair]],
+    train: list[str], rng: random.Random, pairs_of: Callable[[str, random.Random], Iterable[Pair]]
 ) -> Iterator[Pair]:
     """Yield WARM_START_PAIRS pairs of random problems."""
     count = 0
@@ -352,10 +350,7 @@ class Material:
 
 
 def prepare(
-    seed: int,
-    root: Path | None = None,
-    overrides: Sequence[str] = (),
-    task: str = "sums",
+    seed: int, root: Path | None = None, overrides: Sequence[str] = (), task: str = "sums"
 ) -> Material:
     """Make the material if needed and return its paths. Raises SystemExit if the warm start fails."""
     root = TASKS[task].root if root is None else root

@@ -131,8 +131,7 @@ def _require_reward(name: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-dppo data", description=__doc__)
     commands = parser.add_subparsers(
-        required=True,
-        metavar="prepare|generate|inspect|check-rewards",
+        required=True, metavar="prepare|generate|inspect|check-rewards"
     )
 
     preparing = commands.add_parser("prepare", help="published problems as JSON Lines")
@@ -140,10 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     names = "; ".join(f"{name}: {s.title} ({s.hub})" for name, s in SETS.items())
     preparing.add_argument("name", choices=SETS, metavar="NAME", help=names)
     preparing.add_argument(
-        "--from",
-        dest="source",
-        required=True,
-        help="published file, folder, or name on the hub",
+        "--from", dest="source", required=True, help="published file, folder, or name on the hub"
     )
     preparing.add_argument("--out", required=True, help="JSON Lines file to write")
     preparing.add_argument(
@@ -163,11 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     generating.add_argument("--seed", type=count_or_zero, default=1, help="default %(default)s")
     generating.add_argument(
-        "--config",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="settings of the one task",
+        "--config", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the one task"
     )
     generating.add_argument("--out", required=True, help="JSON Lines file to write")
 
@@ -176,11 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     inspecting.add_argument("file", help="file, folder or glob of problems")
     inspecting.add_argument("--tokenizer", help="folder; without it lengths are characters")
     inspecting.add_argument(
-        "--against",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="evaluation files to compare with",
+        "--against", nargs="+", default=[], metavar="FILE", help="evaluation files to compare with"
     )
     inspecting.add_argument(
         "--similarity",
@@ -203,9 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         help="as data.chat_template_arguments: enable_thinking=false",
     )
     inspecting.add_argument(
-        "--plain",
-        action="store_true",
-        help="as data.apply_chat_template=false",
+        "--plain", action="store_true", help="as data.apply_chat_template=false"
     )
 
     checking = commands.add_parser(
@@ -216,16 +202,10 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument("file", type=Path, help="JSON Lines with 'solution' and 'answer'")
     checking.add_argument("--reward", default="math_verify", help="default %(default)s")
     checking.add_argument(
-        "--timeout",
-        type=finite_number(0.1),
-        default=10.0,
-        help="seconds for one check",
+        "--timeout", type=finite_number(0.1), default=10.0, help="seconds for one check"
     )
     checking.add_argument(
-        "--workers",
-        type=positive_count,
-        default=2,
-        help="processes; default %(default)s",
+        "--workers", type=positive_count, default=2, help="processes; default %(default)s"
     )
     checking.add_argument(
         "--pass-variable",

@@ -141,9 +141,7 @@ def _lengths(inspection: Inspection, records: problems.ProblemRecords) -> Iterat
 
 
 def _special_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[problems.Prompt],
-    locations: list[str],
+    tokenizer: PreTrainedTokenizerBase, prompts: list[problems.Prompt], locations: list[str]
 ) -> Iterator[str]:
     """Yield a finding for each special token in the text of problems: special tokens begin or end a turn."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -164,9 +162,7 @@ def _special_tokens(
 
 
 def _tokens_beyond(
-    inspection: Inspection,
-    tokenizer: PreTrainedTokenizerBase,
-    records: problems.ProblemRecords,
+    inspection: Inspection, tokenizer: PreTrainedTokenizerBase, records: problems.ProblemRecords
 ) -> Iterator[str]:
     """Report prompts with tokens that have no row in the model's embedding."""
     rows = inspection.embedding_rows
@@ -220,10 +216,7 @@ def _answers(inspection: Inspection, records: problems.ProblemRecords) -> Iterat
 
 
 def _alike(
-    inspection: Inspection,
-    texts: list[str],
-    locations: list[str],
-    other: str,
+    inspection: Inspection, texts: list[str], locations: list[str], other: str
 ) -> Iterator[str]:
     """Yield lines about the near-duplicates: pairs of a problem in the inspected set and one in the file ``other``."""
     other_problems = problems.read_problems(other)

@@ -49,9 +49,7 @@ def shingles(text: str) -> set[tuple[str, ...]]:
 
 
 def near_duplicates(
-    training: Sequence[str],
-    evaluation: Sequence[str],
-    at_least: float,
+    training: Sequence[str], evaluation: Sequence[str], at_least: float
 ) -> list[NearDuplicate]:
     """Return every pair with a similarity of ``at_least`` or more, the most similar first.
 

@@ -131,11 +131,7 @@ def _plot(
 
 
 def plot_metrics(
-    axes: Axes,
-    runs: list[RunRecords],
-    metrics: list[Metric],
-    *,
-    log: bool = False,
+    axes: Axes, runs: list[RunRecords], metrics: list[Metric], *, log: bool = False
 ) -> list[Line2D]:
     """Draw the metrics' lines of every run; returns legend handles of the metrics that any run recorded.
 
@@ -198,11 +194,7 @@ def is_recorded(runs: list[RunRecords], *metrics: str) -> bool:
 
 
 def _handle(
-    name: str,
-    runs: list[RunRecords],
-    colour: str,
-    style: LineStyle,
-    marker: str = "",
+    name: str, runs: list[RunRecords], colour: str, style: LineStyle, marker: str = ""
 ) -> Line2D:
     """Return a legend entry; it is grey if colours stand for runs."""
     shade = "#444444" if len(runs) > 1 else colour
@@ -390,12 +382,7 @@ def draw_memory(axes: Axes, runs: list[RunRecords]) -> None:
 
 
 def _draw_from_zero(
-    axes: Axes,
-    runs: list[RunRecords],
-    panel: str,
-    title: str,
-    unit: str,
-    right: str | None = None,
+    axes: Axes, runs: list[RunRecords], panel: str, title: str, unit: str, right: str | None = None
 ) -> None:
     """Draw a panel whose axis starts at zero; an axis of shares goes from 0 to 100%.
 
@@ -429,17 +416,11 @@ draw_age = partial(
 )
 draw_waiting = partial(_draw_from_zero, panel="waiting", title="Waiting", unit="% of the time")
 draw_update_seconds = partial(
-    _draw_from_zero,
-    panel="update seconds",
-    title="Weight update: time",
-    unit="seconds",
+    _draw_from_zero, panel="update seconds", title="Weight update: time", unit="seconds"
 )
 """Draw the seconds of each update, of the engines' pause in it, and of the fastest update that the network allows."""
 draw_update_bytes = partial(
-    _draw_from_zero,
-    panel="update bytes",
-    title="Weight update: bytes",
-    unit="GB",
+    _draw_from_zero, panel="update bytes", title="Weight update: bytes", unit="GB"
 )
 """Draw the bytes of each update, their static lower bound, and the bytes that left a node."""
 
@@ -523,10 +504,7 @@ def draw_time(axes: Axes, runs: list[RunRecords]) -> None:
 
 
 def _draw_steps(
-    axes: Axes,
-    run: RunRecords,
-    table: Mapping[str, list[float]],
-    colours: Mapping[str, str],
+    axes: Axes, run: RunRecords, table: Mapping[str, list[float]], colours: Mapping[str, str]
 ) -> None:
     steps = [step_of(record) for record in run.records]
     bottom = [0.0] * len(steps)
@@ -549,26 +527,13 @@ def _draw_means(
         for phase, seconds in table.items():
             mean = sum(seconds) / max(1, len(seconds))
             axes.barh(
-                row,
-                mean,
-                0.45,
-                bar_start,
-                color=colours[phase],
-                edgecolor="white",
-                linewidth=0.4,
+                row, mean, 0.45, bar_start, color=colours[phase], edgecolor="white", linewidth=0.4
             )
             bar_start += mean
         axes.text(0, row - 0.28, run.label, fontsize=SMALL, va="bottom")
 
 
-PANELS = (
-    draw_reward,
-    draw_gap,
-    draw_masked,
-    draw_entropy,
-    draw_length,
-    draw_time,
-)
+PANELS = (draw_reward, draw_gap, draw_masked, draw_entropy, draw_length, draw_time)
 USE_PANELS = (draw_arithmetic, draw_memory)
 """Panels of the machine's use, drawn if any run has recorded it."""
 USE_METRICS = (metric_names.TFLOPS, metric_names.PEAK_MEMORY, metric_names.IDLE_SHARE)
@@ -728,10 +693,7 @@ def _draw(runs: list[RunRecords], title: str) -> Figure:
         for i, run in enumerate(runs):
             handles.append(Line2D([], [], color=RUN_COLOURS[i], linewidth=3, label=run.label))
         figure.legend(
-            handles=handles,
-            loc="outside lower center",
-            ncols=min(4, len(runs)),
-            frameon=False,
+            handles=handles, loc="outside lower center", ncols=min(4, len(runs)), frameon=False
         )
     return figure
 
@@ -753,9 +715,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("directories", nargs="+", metavar="DIR", help="folder of a run")
     parser.add_argument(
-        "--output",
-        type=Path,
-        help="PNG file (one run: DIR/report.png; several: comparison.png)",
+        "--output", type=Path, help="PNG file (one run: DIR/report.png; several: comparison.png)"
     )
     options = parser.parse_args(arguments)
     output = options.output

@@ -26,11 +26,7 @@ class RewardCheck(NamedTuple):
 
 
 def check_rewards(
-    path: Path,
-    reward: str,
-    timeout_s: float,
-    workers: int,
-    passed_variables: Sequence[str] = (),
+    path: Path, reward: str, timeout_s: float, workers: int, passed_variables: Sequence[str] = ()
 ) -> int:
     """Run every check of the file, at most ``timeout_s`` seconds each; return 1 if a check failed, else 0.
 

@@ -36,8 +36,7 @@ KINDS: dict[str, SampleKind] = {
     "wrong": SampleKind("that earned nothing, or less", lambda sample: sample.reward <= 0),
     "truncated": SampleKind("that hit the length limit", lambda sample: sample.truncated),
     "masked": SampleKind(
-        "with tokens that the mask kept from training",
-        lambda sample: bool(sample.masked),
+        "with tokens that the mask kept from training", lambda sample: bool(sample.masked)
     ),
 }
 """Option of the command, without its dashes -> the kind of samples that it selects."""
@@ -123,11 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         "--limit", type=count_or_zero, default=10, help="samples at most (10); 0: all"
     )
     parser.add_argument(
-        "--html",
-        nargs="?",
-        const=True,
-        metavar="FILE",
-        help="write a page (RUN/samples.html)",
+        "--html", nargs="?", const=True, metavar="FILE", help="write a page (RUN/samples.html)"
     )
     return parser
 

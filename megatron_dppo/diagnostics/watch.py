@@ -62,9 +62,7 @@ Json = dict[str, Any]
 
 
 def thinned(
-    steps: list[int],
-    values: list[float],
-    max_points: int = MOST_POINTS,
+    steps: list[int], values: list[float], max_points: int = MOST_POINTS
 ) -> list[list[float]]:
     """Thin a curve to at most ``max_points`` points: the first, the last, and two points of each stretch between them.
 
@@ -189,10 +187,7 @@ class RunView:
                         "right": sample.reward > 0,
                     }
                 )
-        return {
-            "sets": sorted(sets),
-            "samples": selected_samples,
-        }
+        return {"sets": sorted(sets), "samples": selected_samples}
 
     def _title(self) -> str:
         info = self._info()
@@ -393,14 +388,10 @@ class WatchServer(HttpServer):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until Ctrl-C; exits with status 2 and a message if the port is taken."""
     parser = argparse.ArgumentParser(
-        prog="megatron-dppo watch",
-        description="A page of a run in the browser, live.",
+        prog="megatron-dppo watch", description="A page of a run in the browser, live."
     )
     parser.add_argument(
-        "run",
-        type=Path,
-        metavar="RUN",
-        help="a run's directory; may not exist yet",
+        "run", type=Path, metavar="RUN", help="a run's directory; may not exist yet"
     )
     parser.add_argument(
         "--port", type=port_or_zero, default=PORT, help=f"port on {HOST} ({PORT}); 0: a free one"

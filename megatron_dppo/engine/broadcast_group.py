@@ -180,11 +180,7 @@ class GroupWatch:
     """
 
     def __init__(
-        self,
-        address: str,
-        port: int,
-        groups: MutableMapping[str, ProcessGroup],
-        name: str,
+        self, address: str, port: int, groups: MutableMapping[str, ProcessGroup], name: str
     ) -> None:
         self._address = address
         self._port = port

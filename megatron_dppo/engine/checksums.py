@@ -127,10 +127,7 @@ class EngineTensors:
 
     @classmethod
     def of_server(
-        cls,
-        shape: ModelShape,
-        info: Mapping[str, Any],
-        only_rank: int | None = None,
+        cls, shape: ModelShape, info: Mapping[str, Any], only_rank: int | None = None
     ) -> Self:
         """Return the tensors of a server of ``shape``, from the arguments that it reports in ``/server_info``.
 

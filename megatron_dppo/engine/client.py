@@ -352,10 +352,7 @@ class EngineClient(HttpClient):
         return await self.parse(await self.answer(requests, rid, adapter), requests, versions)
 
     async def answer(
-        self,
-        requests: Sequence[GenerationRequest],
-        rid: str,
-        adapter: str | None = None,
+        self, requests: Sequence[GenerationRequest], rid: str, adapter: str | None = None
     ) -> bytes:
         """Return the body of the server's answer to a generate call. Raises the errors of ``request``."""
         body = request_body(requests, rid, adapter=adapter)
@@ -364,10 +361,7 @@ class EngineClient(HttpClient):
         return payload
 
     async def parse(
-        self,
-        payload: bytes,
-        requests: Sequence[GenerationRequest],
-        versions: range | None = None,
+        self, payload: bytes, requests: Sequence[GenerationRequest], versions: range | None = None
     ) -> list[Trajectory]:
         """Return the trajectories in an answer to one call. Download recordings that are not in this host's memory.
 

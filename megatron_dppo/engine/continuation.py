@@ -96,10 +96,7 @@ def rest_of(request: GenerationRequest, partial: Trajectory) -> GenerationReques
 
 
 def request_after(
-    request: GenerationRequest,
-    partial: Trajectory,
-    max_new_tokens: int,
-    delta: Sequence[int] = (),
+    request: GenerationRequest, partial: Trajectory, max_new_tokens: int, delta: Sequence[int] = ()
 ) -> GenerationRequest:
     """Return the request for at most ``max_new_tokens`` tokens after ``partial`` and the tokens ``delta``.
 
@@ -221,10 +218,7 @@ def _routing_versions(answer: Trajectory, tokens: int) -> np.ndarray:
 
 
 def seam_end(
-    response_ids: np.ndarray,
-    seam: int,
-    stop: Sequence[str],
-    decode: Decode,
+    response_ids: np.ndarray, seam: int, stop: Sequence[str], decode: Decode
 ) -> int | None:
     """Return the length of the response up to the end of a stop text that crosses the seam.
 
@@ -246,11 +240,7 @@ def seam_end(
 
 
 def text_of(
-    response: Trajectory,
-    stop: Sequence[str],
-    decode: Decode,
-    *,
-    special: bool = False,
+    response: Trajectory, stop: Sequence[str], decode: Decode, *, special: bool = False
 ) -> str:
     """Decode a response as the engine does: up to the stop text, or without the token that ended the response.
 

@@ -189,12 +189,7 @@ class TensorPlaces:
         UnplaceableError: the rank does not hold the tensors of the table.
     """
 
-    def __init__(
-        self,
-        table: EngineTensors,
-        rank: int,
-        held_tensors: Mapping[str, Tensor],
-    ) -> None:
+    def __init__(self, table: EngineTensors, rank: int, held_tensors: Mapping[str, Tensor]) -> None:
         from megatron_dppo.model.mapping import engine_inputs
 
         self._shapes = {name: tuple(dims) for name, dims in table.shapes.items()}
@@ -296,10 +291,7 @@ class TensorPlaces:
         self._copies_of_bucket(whole).carry_out()
 
     def _empty_bucket(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[torch.dtype],
-        device: torch.device,
+        self, names: Sequence[str], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> ReceivedBucket:
         """Return a whole bucket of the model's tensors, with data that is not initialised."""
         import torch
@@ -363,9 +355,7 @@ class TensorPlaces:
         )
 
     def _flat(
-        self,
-        sizes: Mapping[str, int],
-        held_tensors: Mapping[str, Tensor],
+        self, sizes: Mapping[str, int], held_tensors: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return the rank's tensors as vectors. Raises UnplaceableError if they differ from the table's ``sizes``."""
         flat_tensors: dict[str, Tensor] = {}
@@ -474,10 +464,7 @@ class DirectLoader:
         self._folder = folder
 
     def __call__(
-        self,
-        weights: ReceivedBucket | Iterable[tuple[str, Tensor]],
-        *args: Any,
-        **options: Any,
+        self, weights: ReceivedBucket | Iterable[tuple[str, Tensor]], *args: Any, **options: Any
     ) -> Any:
         """Load ``weights``. Outside of an update they are all tensors of the model, for example from a folder."""
         if not self._is_updating:

@@ -339,12 +339,7 @@ class EngineProcess(ChildServer):
         )
         self._config = config
         self._options = options.server_options(
-            config,
-            host=listen_host,
-            port=port,
-            seed=seed,
-            first_device=first_device,
-            hosts=hosts,
+            config, host=listen_host, port=port, seed=seed, first_device=first_device, hosts=hosts
         )
 
     def start(self) -> None:

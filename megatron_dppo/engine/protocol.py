@@ -309,10 +309,7 @@ def _routed_experts_fields(shape: RoutedShape) -> dict[str, Any]:
     return {"return_routed_experts": True, "routed_experts_start_len": shape.start}
 
 
-provide(
-    "rollout_log_probs",
-    ColumnSource(_log_probs_fields, _log_probs, always=True),
-)
+provide("rollout_log_probs", ColumnSource(_log_probs_fields, _log_probs, always=True))
 provide("weight_version", ColumnSource(_weight_version_fields, _weight_version, always=True))
 provide("topk", ColumnSource(_topk_fields, _topk))
 provide("routed_experts", ColumnSource(_routed_experts_fields, _routed_experts))
@@ -370,9 +367,7 @@ def request_body(
 
 
 def read_answers(
-    payload: bytes,
-    requests: Sequence[GenerationRequest],
-    versions: range | None = None,
+    payload: bytes, requests: Sequence[GenerationRequest], versions: range | None = None
 ) -> list[dict[str, Any]]:
     """Return the answers of one call, in the order of ``requests``.
 

@@ -228,10 +228,7 @@ def insert_from_memory(answer: dict[str, Any], request: GenerationRequest) -> Wa
 
 
 def insert(
-    answer: dict[str, Any],
-    request: GenerationRequest,
-    notice: Notice,
-    content: bytes | np.ndarray,
+    answer: dict[str, Any], request: GenerationRequest, notice: Notice, content: bytes | np.ndarray
 ) -> None:
     """Put the recording in ``content`` into the answer. Raises EngineAnswerError if ``content`` does not fit
     ``notice``."""

@@ -91,9 +91,7 @@ def required_switches(config: ServerSections) -> list[str]:
 
 
 def compare_server(
-    config: ServerSections,
-    info: dict[str, Any],
-    model_info: dict[str, Any],
+    config: ServerSections, info: dict[str, Any], model_info: dict[str, Any]
 ) -> list[str]:
     """Return one line for each value of ``/server_info`` and ``/model_info`` that differs from the run's value."""
     family = family_of(load_model_shape(config.model.hf_checkpoint))

@@ -72,9 +72,7 @@ def open_payload(payload: str, index_of: Mapping[str, int]) -> dict[str, Any]:
 
 
 def named_by_uuid(
-    rebuild: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    uuid_of: Callable[[int], str],
+    rebuild: Callable[..., Any], arguments: tuple[Any, ...], uuid_of: Callable[[int], str]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return torch's recipe for rebuilding a tensor in another process, with a CUDA device named by its UUID."""
     if rebuild is not reductions.rebuild_cuda_tensor:

@@ -23,11 +23,7 @@ from typing import Any
 _PARSERS = "sglang.srt.function_call.function_call_parser"
 _NAMES = "sglang.srt.function_call.parser_names"
 _PACKAGES = ("sglang", "sglang.srt", "sglang.srt.function_call")
-_STAND_INS = (
-    "sglang.srt.entrypoints.openai.protocol",
-    "xgrammar",
-    "xgrammar.structural_tag",
-)
+_STAND_INS = ("sglang.srt.entrypoints.openai.protocol", "xgrammar", "xgrammar.structural_tag")
 """Modules that load torch. The parser files import only classes from them, for annotations and for grammars."""
 
 

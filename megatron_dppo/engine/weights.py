@@ -79,11 +79,7 @@ class Occupation:
 
     @contextmanager
     def changing(
-        self,
-        action: str,
-        state_before: _State,
-        state_after: _State,
-        tags: Collection[MemoryTag],
+        self, action: str, state_before: _State, state_after: _State, tags: Collection[MemoryTag]
     ) -> Iterator[None]:
         """Enclose the call that changes the state of ``tags`` from ``state_before`` to ``state_after``.
 
@@ -319,9 +315,7 @@ class EngineWeights:
             raise EngineAnswerError(f"{self.url}: the cache of the old weights was not flushed")
 
     async def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        adapter: str | None = None,
+        self, prompts: Sequence[Sequence[int]], adapter: str | None = None
     ) -> list[list[float]]:
         """Return, by prompt, log p(token | tokens before it) of all tokens but the first, at temperature 1 (nats).
 
@@ -378,10 +372,7 @@ class EngineWeights:
         return DecodedScores(decode, prefill)
 
     async def _generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        count: int,
-        adapter: str | None,
+        self, prompts: Sequence[Sequence[int]], count: int, adapter: str | None
     ) -> bytes:
         """Return the answer to a greedy generation of ``count`` tokens, with all log-probabilities."""
         self.occupation.check("score")
@@ -423,14 +414,7 @@ class EngineWeights:
             await self._memory_call("/resume_memory_occupation", {"tags": list(tags)})
 
     async def open_group(
-        self,
-        address: str,
-        port: int,
-        name: str,
-        backend: str,
-        *,
-        first_rank: int,
-        size: int,
+        self, address: str, port: int, name: str, backend: str, *, first_rank: int, size: int
     ) -> None:
         """Make the engine's ranks join a broadcast group, and return when all ranks of the group have joined.
 
@@ -589,8 +573,7 @@ class EngineWeights:
         return engine_inputs(self.tensors.shape, name)
 
     def sent_shapes(
-        self,
-        tensors: Sequence[tuple[str, Sequence[int]]],
+        self, tensors: Sequence[tuple[str, Sequence[int]]]
     ) -> list[tuple[str, Sequence[int]]]:
         """Return names and shapes of the tensors that ``encode`` makes of Hugging Face ``tensors`` (names, shapes)."""
         if not self.tensors.quantized:
@@ -689,10 +672,7 @@ class EngineWeights:
 
 
 def _tokens_and_log_probs(
-    answer: bytes,
-    key: str,
-    *,
-    start: int,
+    answer: bytes, key: str, *, start: int
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Return the ids and the log-probabilities ``[prompt][token]`` under ``key`` of an answer, from token ``start`` on.
 

@@ -170,12 +170,7 @@ class Conversation:
             finish_reason = "length"
         elif read_turn.calls:
             finish_reason = "tool_calls"
-        choice = {
-            "index": 0,
-            "message": message,
-            "finish_reason": finish_reason,
-            "logprobs": None,
-        }
+        choice = {"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}
         sampled = len(turn.token_ids)
         completion = {
             "id": f"chatcmpl-{self._turn_count}",

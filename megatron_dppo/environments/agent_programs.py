@@ -125,9 +125,7 @@ async def _run_command(
 
 @contextmanager
 def _command_to_start(
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    sandbox_paths: Sequence[str] | None,
+    command: Sequence[str], variables: Mapping[str, str], sandbox_paths: Sequence[str] | None
 ) -> Iterator[tuple[Sequence[str], Mapping[str, str], Sequence[int]]]:
     """Yield the command to start, its environment, and the descriptors that it must inherit.
 
@@ -138,11 +136,7 @@ def _command_to_start(
     if sandbox_paths is None:
         yield command, environment, ()
         return
-    with sandboxed(command, environment, sandbox_paths) as (
-        whole_command,
-        environment,
-        filter_fd,
-    ):
+    with sandboxed(command, environment, sandbox_paths) as (whole_command, environment, filter_fd):
         yield whole_command, environment, [filter_fd]
 
 

@@ -71,9 +71,7 @@ async def serve(conversation: Conversation, key: str, host: str) -> tuple[web.Ap
 
 
 async def _stream(
-    request: web.Request,
-    body: Mapping[str, Any],
-    completion: asyncio.Future[dict[str, Any]],
+    request: web.Request, body: Mapping[str, Any], completion: asyncio.Future[dict[str, Any]]
 ) -> web.StreamResponse:
     """Send the answer as server-sent events.
 

@@ -21,11 +21,7 @@ from aiohttp import web
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.engine.tool_parsers import parser_names
 from megatron_dppo.environments import ChatCall, PolicyFormat, Step, Turn
-from megatron_dppo.environments.agent_conversation import (
-    MOST_BRANCHES,
-    Conversation,
-    unread_fields,
-)
+from megatron_dppo.environments.agent_conversation import MOST_BRANCHES, Conversation, unread_fields
 from megatron_dppo.environments.agent_programs import (
     FUNCTION_PATH,
     AgentResult,

@@ -34,9 +34,7 @@ class ByProblem:
     """
 
     def __init__(
-        self,
-        environments: Mapping[str, Mapping[str, Any]],
-        column: str = "environment",
+        self, environments: Mapping[str, Mapping[str, Any]], column: str = "environment"
     ) -> None:
         self._environments = environments
         self._column = column

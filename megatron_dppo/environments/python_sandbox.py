@@ -77,10 +77,7 @@ class Python:
         self._begin_mark = begin
         self._end_mark = end
         self._run = functools.partial(
-            run_snippet,
-            seconds=seconds,
-            memory_mib=memory_mib,
-            longest_output=longest_output,
+            run_snippet, seconds=seconds, memory_mib=memory_mib, longest_output=longest_output
         )
 
     @classmethod
@@ -109,11 +106,7 @@ class Python:
 
 
 async def run_snippet(
-    snippet: str,
-    *,
-    seconds: int = 5,
-    memory_mib: int = 256,
-    longest_output: int = 900,
+    snippet: str, *, seconds: int = 5, memory_mib: int = 256, longest_output: int = 900
 ) -> str:
     """Run ``snippet`` and return its output without surrounding white space.
 
@@ -124,12 +117,7 @@ async def run_snippet(
     async with _snippet_slots(asyncio.get_running_loop()):
         with _command(seconds, memory_mib) as (command, filter_fd):
             process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=STDOUT,
-                env={},
-                pass_fds=[filter_fd],
+                *command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, env={}, pass_fds=[filter_fd]
             )
         assert process.stdin is not None
         assert process.stdout is not None

@@ -90,9 +90,7 @@ _PRIVATE_FOLDER = "/tmp"
 
 @contextlib.contextmanager
 def sandboxed(
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    paths: Sequence[str] = (),
+    command: Sequence[str], variables: Mapping[str, str], paths: Sequence[str] = ()
 ) -> Iterator[tuple[list[str], dict[str, str], int]]:
     """Yield ``command`` in a sandbox: its arguments, its variables, and a descriptor that it must inherit.
 

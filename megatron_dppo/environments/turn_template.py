@@ -21,10 +21,7 @@ from megatron_dppo.data.chat import ChatTemplateError, generation_prompt, render
 from megatron_dppo.data.control_tokens import ControlTokens
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.environments import (
-    ChatCall,
-    Observation,
-)
+from megatron_dppo.environments import ChatCall, Observation
 
 # Texts that no template and no real message contains. Tests of a template use _TURN_MARK as the content of a turn, and
 # _PROBE as the content of other messages.

@@ -154,12 +154,7 @@ class RemoteEnvironment(Environment):
     async def step(self, turn: Turn) -> Step:
         return await self._answer("step", asdict(turn), _step_of)
 
-    async def _answer(
-        self,
-        operation: str,
-        values: dict[str, Any],
-        parse: Callable[[Any], T],
-    ) -> T:
+    async def _answer(self, operation: str, values: dict[str, Any], parse: Callable[[Any], T]) -> T:
         """Call an operation of the environment, and return its answer as ``parse`` converts it."""
         answer = await self._worker.request(operation, self._episode, values)
         try:
@@ -363,11 +358,7 @@ class EnvironmentHost:
             os._exit(0)
 
     async def _handle(
-        self,
-        call: WorkerCall,
-        operation: str,
-        episode: int,
-        values: dict[str, Any],
+        self, call: WorkerCall, operation: str, episode: int, values: dict[str, Any]
     ) -> None:
         """Do the operation of a call and answer it."""
         try:

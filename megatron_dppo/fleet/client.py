@@ -302,10 +302,7 @@ class FleetClient:
         return await self._call_server(least_loaded, requests, rid)
 
     async def _call_server(
-        self,
-        active: ActiveServer,
-        requests: Sequence[GenerationRequest],
-        rid: str,
+        self, active: ActiveServer, requests: Sequence[GenerationRequest], rid: str
     ) -> list[Trajectory]:
         active.in_flight += len(requests)
         self._open_calls[rid] = (active, requests)
@@ -330,10 +327,7 @@ class FleetClient:
             self._open_calls.pop(rid, None)
 
     async def _call_through_router(
-        self,
-        router: HttpRouterLink,
-        requests: Sequence[GenerationRequest],
-        rid: str,
+        self, router: HttpRouterLink, requests: Sequence[GenerationRequest], rid: str
     ) -> list[Trajectory]:
         body = request_body(requests, rid, model=ROUTED_MODEL, adapter=self._adapter_name)
         start_version = self._version
@@ -395,10 +389,7 @@ class FleetClient:
         return range(start_version, last_version + 1)
 
     def _stale_error(
-        self,
-        active: ActiveServer,
-        reason: str,
-        failures: int,
+        self, active: ActiveServer, reason: str, failures: int
     ) -> errors.ServerLostError | errors.EngineLostError:
         """Return the error for an answer from weights that are not committed.
 
@@ -493,9 +484,7 @@ class FleetClient:
                 self._suspend(active, f"{active.member.server.url} does not answer")
 
     def _suspend(
-        self,
-        active: ActiveServer,
-        reason: str,
+        self, active: ActiveServer, reason: str
     ) -> errors.ServerLostError | errors.EngineLostError:
         """Send a server no more calls, and cancel its calls. Return the error for the callers of these calls."""
         if active.suspended:
@@ -526,9 +515,7 @@ class FleetClient:
         self._server_lost.set()
 
     async def _break_routed(
-        self,
-        active: ActiveServer,
-        calls: frozenset[asyncio.Task[Any]],
+        self, active: ActiveServer, calls: frozenset[asyncio.Task[Any]]
     ) -> None:
         """Repeat all routed ``calls`` if the suspended server hangs: the router doesn't tell which server has a call.
 

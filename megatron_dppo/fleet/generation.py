@@ -112,10 +112,7 @@ class GenerationLimits:
 
     @classmethod
     def of(
-        cls,
-        rollout: RolloutConfig,
-        engine: EngineConfig,
-        environment: EnvironmentConfig,
+        cls, rollout: RolloutConfig, engine: EngineConfig, environment: EnvironmentConfig
     ) -> GenerationLimits:
         return cls(
             concurrency=rollout.max_concurrent_requests,
@@ -582,9 +579,7 @@ class _GenerationAttempt:
         try:
             while not work.done():
                 await asyncio.wait(
-                    waited_tasks,
-                    timeout=_TICK_SECONDS,
-                    return_when=asyncio.FIRST_COMPLETED,
+                    waited_tasks, timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
                 if watch.done() and not work.done():
                     # The watch ends only by an error. Raise it.

@@ -316,11 +316,7 @@ class FleetMembership:
         runner.submit(self._examiner.watch())
 
     def choose(
-        self,
-        current: Sequence[Member],
-        suspended: Mapping[str, str],
-        *,
-        waits: bool = True,
+        self, current: Sequence[Member], suspended: Mapping[str, str], *, waits: bool = True
     ) -> list[Member] | None:
         """Choose the members of the next update: healthy members of ``current``, and new servers that answer.
 

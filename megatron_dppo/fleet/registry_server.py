@@ -43,9 +43,7 @@ class RegistryServer(HttpServer):
         if status != 200:
             log.info("fleet endpoint, asked by %s: %s: %s", request.remote, request.path, status)
         return web.Response(
-            status=status,
-            body=json.dumps(content, default=asdict),
-            content_type="application/json",
+            status=status, body=json.dumps(content, default=asdict), content_type="application/json"
         )
 
     async def _answer(self, request: web.Request) -> tuple[int, Json]:

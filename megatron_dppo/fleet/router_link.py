@@ -74,12 +74,7 @@ async def remove_servers(client: HttpClient, urls: Sequence[str]) -> None:
 
 
 async def _control_once(
-    client: HttpClient,
-    method: Method,
-    path: str,
-    body: bytes | None = None,
-    *,
-    done_status: int,
+    client: HttpClient, method: Method, path: str, body: bytes | None = None, *, done_status: int
 ) -> None:
     """Send a control request. The router answers with the error ``done_status`` if another rank has made the change
     already."""
@@ -152,9 +147,7 @@ class HttpRouterLink:
         return was_usable
 
     async def watch(
-        self,
-        hang_timeout_s: float,
-        on_lost: Callable[[HttpRouterLink, str], None],
+        self, hang_timeout_s: float, on_lost: Callable[[HttpRouterLink, str], None]
     ) -> None:
         """Call ``on_lost`` for a router that hangs, and use a router that came back; runs until it is cancelled."""
         clock = asyncio.get_running_loop().time

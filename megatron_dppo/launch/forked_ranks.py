@@ -61,12 +61,7 @@ class ForkedRankGroup(RankGroup):
         # The command line of a fork is only the module's arguments: it runs no interpreter.
         arguments = [str(config)]
         super().__init__(
-            arguments,
-            outputs,
-            master_port,
-            variables,
-            master_host=master_host,
-            cores=cores,
+            arguments, outputs, master_port, variables, master_host=master_host, cores=cores
         )
         self._module = module
         self._server: ForkServer | None = None

@@ -128,11 +128,7 @@ class RemoteShell:
         return RemoteProcess(process, header(commands))
 
     def command(
-        self,
-        words: Sequence[str],
-        environment: Mapping[str, str],
-        stdin: bytes,
-        log: Path,
+        self, words: Sequence[str], environment: Mapping[str, str], stdin: bytes, log: Path
     ) -> RemoteCommand:
         """Return a command for a host with the variables of ``environment``, except for variables that each host sets.
 
@@ -209,12 +205,7 @@ class RemoteLauncher(processes.Launcher):
         self._host = host
 
     def start(
-        self,
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        log: Path,
-        stdin: bytes,
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
     ) -> processes.StartedProcess:
         server = self._shell.command(command, environment, stdin, log)
         return self._shell.start(self._host.name, [server], log)

@@ -245,9 +245,7 @@ def gpu_faults(engine_device: str | None) -> Iterator[str]:
 
 
 def library_faults(
-    megatron: Mapping[str, Any],
-    ddp: Mapping[str, Any],
-    optimizer: Mapping[str, Any],
+    megatron: Mapping[str, Any], ddp: Mapping[str, Any], optimizer: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield a fault for each key or value in the ``megatron`` tables that Megatron-Core does not accept.
 

@@ -114,13 +114,7 @@ def run_local(
         group: RankGroup
         if shares_imports(ranks, machine.gpus):
             group = ForkedRankGroup(
-                module,
-                directory.config,
-                outputs,
-                port,
-                variables,
-                master_host=host,
-                cores=cores,
+                module, directory.config, outputs, port, variables, master_host=host, cores=cores
             )
         else:
             command = rank_command(module, directory)
@@ -130,9 +124,7 @@ def run_local(
 
 
 def rank_restarts(
-    run: RunConfig,
-    directory: RunDirectory,
-    sections: ServerSections | None,
+    run: RunConfig, directory: RunDirectory, sections: ServerSections | None
 ) -> RankRestarts:
     """Return the object that restarts the ranks of the run in ``directory``, under the run's lease.
 
@@ -197,9 +189,7 @@ def describe_processes(servers: int, ranks: int) -> str:
 
 
 def rank_command(
-    module: str,
-    directory: RunDirectory,
-    python: str = sys.executable,
+    module: str, directory: RunDirectory, python: str = sys.executable
 ) -> Sequence[str]:
     return [python, "-m", module, str(directory.config)]
 

@@ -320,10 +320,7 @@ def _with_servers_on_second_group(roles: Roles, allocation: Allocation, devices:
 
 
 def _servers(
-    roles: Roles,
-    hosts: tuple[Host, ...],
-    devices: int,
-    master_port: int | None,
+    roles: Roles, hosts: tuple[Host, ...], devices: int, master_port: int | None
 ) -> tuple[ServerPlace, ...]:
     devices_per_host = min(roles.server_devices, devices)
     hosts_per_server = roles.server_devices // devices_per_host

@@ -13,11 +13,7 @@ from megatron_dppo.engine.process import ChildServer, EngineProcess, Runtime
 from megatron_dppo.fleet.endpoint import admin_key, control_host
 from megatron_dppo.fleet.http_router import OPEN_PATHS, HttpRouterProcess
 from megatron_dppo.fleet.record import API_KEY_VARIABLE, ROUTER, Keys
-from megatron_dppo.fleet.supervision import (
-    RestartBudget,
-    SupervisedFleet,
-    SupervisedServer,
-)
+from megatron_dppo.fleet.supervision import RestartBudget, SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.placement import Host, LaunchError, Placement, RouterPlace, ServerPlace
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.logging import say

@@ -26,11 +26,7 @@ def slurm(*command: str) -> str:
     """Run a client program of Slurm and return its standard output. Raises SlurmError."""
     try:
         completed = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT_S,
+            command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
         )
     except FileNotFoundError as error:
         raise SlurmError(

@@ -161,12 +161,7 @@ class SrunLauncher(processes.Launcher):
         self._form = replace(form, flags=(*form.flags, *label_flags))
 
     def start(
-        self,
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        log: Path,
-        stdin: bytes,
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
     ) -> processes.StartedProcess:
         srun = self._form.command(
             command,
@@ -178,10 +173,7 @@ class SrunLauncher(processes.Launcher):
         )
         return SrunProcess(
             processes.start_fed(
-                srun,
-                environment=step_environment(environment),
-                log=log,
-                stdin=stdin,
+                srun, environment=step_environment(environment), log=log, stdin=stdin
             ),
             self._form.fence,
         )
@@ -198,9 +190,7 @@ class SrunProcess(processes.StartedProcess):
     """
 
     def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        fence: Callable[[], None] = _no_fence,
+        self, process: subprocess.Popen[bytes], fence: Callable[[], None] = _no_fence
     ) -> None:
         super().__init__(process)
         self._fence = fence
@@ -262,11 +252,7 @@ def hostnames(nodes: str) -> list[str]:
     """Return the names in Slurm's short form of a list, ``n[1-3]``, in order."""
     command = ["scontrol", "show", "hostnames", nodes]
     completed = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=_HOSTNAMES_TIMEOUT_S,
+        command, capture_output=True, text=True, check=True, timeout=_HOSTNAMES_TIMEOUT_S
     )
     return completed.stdout.split()
 

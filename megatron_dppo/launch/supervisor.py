@@ -17,11 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from megatron_dppo.fleet.supervision import (
-    EngineGivenUpError,
-    RestartBudget,
-    SupervisedFleet,
-)
+from megatron_dppo.fleet.supervision import EngineGivenUpError, RestartBudget, SupervisedFleet
 from megatron_dppo.launch.stops import Stop, StopRequests, terminal_stops
 from megatron_dppo.logging import FAILED, REFUSED, failure_mark
 from megatron_dppo.system import processes

@@ -12,13 +12,7 @@ from types import FrameType
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.logging import say
-from megatron_dppo.system.lease import (
-    NONCE_VARIABLE,
-    Fence,
-    FencedError,
-    Lease,
-    start_of_ranks,
-)
+from megatron_dppo.system.lease import NONCE_VARIABLE, Fence, FencedError, Lease, start_of_ranks
 from megatron_dppo.system.processes import STOP_FILE_VARIABLE, StopFile
 from megatron_dppo.trainer.collectives import broadcast_json, first_failure
 

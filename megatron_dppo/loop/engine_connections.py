@@ -131,9 +131,7 @@ class EngineConnections:
 
 
 def open_record(
-    run_directory: str,
-    interface: str | None,
-    rank: int,
+    run_directory: str, interface: str | None, rank: int
 ) -> tuple[RecordClient, FleetEndpoint | None]:
     """Return the client of the server registry, and the registry's HTTP endpoint if this rank runs it.
 

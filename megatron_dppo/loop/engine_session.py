@@ -26,12 +26,7 @@ from megatron_dppo.engine.server_state import MemoryTag
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import RecordClient
-from megatron_dppo.fleet.generation import (
-    Generation,
-    GenerationEnd,
-    GenerationJob,
-    OnResponse,
-)
+from megatron_dppo.fleet.generation import Generation, GenerationEnd, GenerationJob, OnResponse
 from megatron_dppo.fleet.record import Server
 from megatron_dppo.fleet.suspects import Suspect
 from megatron_dppo.loop.ending import RunStoppedError
@@ -137,10 +132,7 @@ class EngineSession:
         self.updates = CommittedUpdates()
 
     def _weight_updater(
-        self,
-        config: TrainConfig,
-        trainer: Trainer,
-        fence: Callable[[], None],
+        self, config: TrainConfig, trainer: Trainer, fence: Callable[[], None]
     ) -> WeightUpdater:
         """Return the updater of LoRA adapters or of the whole policy, as ``lora.update`` says."""
         source: AdapterWeights | TrainerWeights
@@ -395,11 +387,7 @@ class EngineSession:
         return self._connections.slots.busy_s
 
     def finish(
-        self,
-        generation: Generation,
-        trainer_version: int | None = None,
-        *,
-        mixes: bool = True,
+        self, generation: Generation, trainer_version: int | None = None, *, mixes: bool = True
     ) -> list[Trajectory]:
         """Return all responses of a generation that ``start`` began, and show progress while waiting. Collective.
 
@@ -555,9 +543,7 @@ def _unknown_place(prompt_ids: Sequence[int]) -> str | None:
 
 
 def _shared_devices(
-    config: TrainConfig,
-    trainer: Trainer,
-    record: RecordClient | None,
+    config: TrainConfig, trainer: Trainer, record: RecordClient | None
 ) -> SharedDevices:
     """Return the devices that trainer and servers share; ``record`` is rank 0's client of the server registry."""
     return SharedDevices(

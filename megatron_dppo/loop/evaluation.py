@@ -120,9 +120,7 @@ class Evaluator:
         return Evaluation(step, generations)
 
     def finish(
-        self,
-        evaluation: Evaluation,
-        trainer_version: int,
+        self, evaluation: Evaluation, trainer_version: int
     ) -> tuple[dict[str, float], list[Sample]]:
         """Wait for the responses and their scores. Collective.
 
@@ -147,9 +145,7 @@ class Evaluator:
             raise
 
     def _figures(
-        self,
-        evaluation: Evaluation,
-        trainer_version: int,
+        self, evaluation: Evaluation, trainer_version: int
     ) -> tuple[dict[str, float], list[Sample]]:
         """Return the result of ``finish``."""
         for generation in evaluation.generations.values():
@@ -180,11 +176,7 @@ class Evaluator:
         return evaluation_job(self.template, self.settings, problems, purpose, positions)
 
     def _score(
-        self,
-        step: int,
-        name: str,
-        generation: ScoredGeneration,
-        trainer_version: int,
+        self, step: int, name: str, generation: ScoredGeneration, trainer_version: int
     ) -> tuple[float, list[Sample], set[int]]:
         """Return avg@k on a set, samples of every rank, and the versions of all tokens. Collective."""
         algorithm = without_length_penalties(self.algorithm)

@@ -307,9 +307,7 @@ def _name_of(position: int, outlines: Sequence[Outline]) -> str:
 
 
 def _incomplete(
-    forms: Mapping[str, Form],
-    positions_of: Mapping[str, set[int]],
-    trajectory_count: int,
+    forms: Mapping[str, Form], positions_of: Mapping[str, set[int]], trajectory_count: int
 ) -> list[str]:
     """Return why the columns cannot form a batch of ``trajectory_count`` trajectories; empty if they can."""
     try:
@@ -374,9 +372,7 @@ def host_groups(rows: Sequence[Sequence]) -> list[HostGroup]:
 
 
 def with_room(
-    groups: Sequence[HostGroup],
-    sizes: Mapping[int, int],
-    stage_of: Sequence[int],
+    groups: Sequence[HostGroup], sizes: Mapping[int, int], stage_of: Sequence[int]
 ) -> list[HostGroup]:
     """Return the groups, ordered by head; a group whose shared memory has no room is split into single ranks.
 
@@ -464,9 +460,7 @@ class ColumnExchange:
         positions_by_replica = [frozenset(positions) for positions in needed]
 
         def parts_for(
-            ranks: Sequence[int],
-            replica: int,
-            rank_stages: Collection[int],
+            ranks: Sequence[int], replica: int, rank_stages: Collection[int]
         ) -> list[ColumnPart]:
             """Return all parts, sorted, that ``ranks`` of ``replica`` need. ``rank_stages``: the ranks' stages."""
             if gather and 0 in ranks:
@@ -634,10 +628,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _send_and_receive(
-    sent: np.ndarray | None,
-    target: int,
-    received: np.ndarray | None,
-    source: int,
+    sent: np.ndarray | None, target: int, received: np.ndarray | None, source: int
 ) -> None:
     """Send the bytes ``sent`` to ``target`` while receiving bytes from ``source`` into ``received``."""
     device = platform.current().device

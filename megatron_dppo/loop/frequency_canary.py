@@ -54,11 +54,7 @@ class FrequencyCanary:
     """
 
     def __init__(
-        self,
-        rollout: RolloutConfig,
-        algorithm: AlgorithmConfig,
-        *,
-        at_equal_weights: bool = True,
+        self, rollout: RolloutConfig, algorithm: AlgorithmConfig, *, at_equal_weights: bool = True
     ) -> None:
         drops_responses = algorithm.truncated_responses == "drop"
         self._is_filtered = rollout.drop_zero_variance_groups or drops_responses

@@ -43,12 +43,7 @@ class GapGuard:
     """
 
     def __init__(
-        self,
-        dtype: Dtype,
-        rollout: RolloutConfig,
-        *,
-        is_coarse: bool,
-        has_dropout: bool,
+        self, dtype: Dtype, rollout: RolloutConfig, *, is_coarse: bool, has_dropout: bool
     ) -> None:
         self._dtype = dtype
         default = LARGEST_GAP[dtype]

@@ -264,11 +264,7 @@ def plan_mini_batches(
             lengths.append(sum(branches))
             costs.append(sum(map(layout.cost, branches)))
         plan = balancing.plan_mini_batch(
-            lengths,
-            costs,
-            layout.dp_size,
-            training.micro_batch_tokens,
-            layout.count_multiple,
+            lengths, costs, layout.dp_size, training.micro_batch_tokens, layout.count_multiple
         )
         idle_share = balancing.idle_share(plan, costs)
         positions = _shifted(plan, start)
@@ -357,11 +353,7 @@ class Learner:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        trainer: Trainer,
-        algorithm: Algorithm,
-        topk: int,
+        self, config: TrainConfig, trainer: Trainer, algorithm: Algorithm, topk: int
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -541,10 +533,7 @@ class Learner:
         }
 
     def _count_masked(
-        self,
-        batch: packing.PackedBatch,
-        inputs: TokenInputs,
-        sums: LossSums,
+        self, batch: packing.PackedBatch, inputs: TokenInputs, sums: LossSums
     ) -> None:
         if sums.blocked is not None:
             self._masked_tokens.add(batch.target_ids, batch.advantages, sums.blocked)
@@ -621,9 +610,7 @@ def _with_columns(mini_batch: MiniBatch, added_columns: Sequence[AddedColumns]) 
 
 
 def with_step_bound(
-    mini_batch: MiniBatch,
-    trainer: Trainer,
-    step_bound: StepBound | None,
+    mini_batch: MiniBatch, trainer: Trainer, step_bound: StepBound | None
 ) -> MiniBatch:
     """Add the column ``step_bound``, computed from all tokens of this optimiser step. Collective.
 
@@ -658,10 +645,7 @@ def with_step_bound(
 
 
 def arithmetic_speed(
-    flops: float,
-    seconds: float,
-    ranks: int,
-    peak: float | None,
+    flops: float, seconds: float, ranks: int, peak: float | None
 ) -> dict[str, float]:
     """Return the FLOP/s of a rank as metrics, with its share of ``peak`` FLOP/s if the peak is known."""
     rate = flops / seconds / ranks

@@ -50,8 +50,7 @@ class StepProfiler:
         history = platform.gpu_memory_history(trace_stem.with_suffix(".memory.pickle"))
         with (
             torch.profiler.profile(
-                activities=platform.profiled_activities(),
-                profile_memory=self._profiles_memory,
+                activities=platform.profiled_activities(), profile_memory=self._profiles_memory
             ) as profiler,
             history if self._profiles_memory else nullcontext(),
         ):

@@ -139,10 +139,7 @@ class Recorder(Closing):
             log.info("lines that an earlier start could not write are written now: %s", files)
 
     def _opened_trackers(
-        self,
-        tracking: TrackingConfig,
-        config: Mapping[str, Any],
-        resume_step: int,
+        self, tracking: TrackingConfig, config: Mapping[str, Any], resume_step: int
     ) -> Trackers:
         """Return the configured trackers. Raises RecordingError if a tracker can't be found or opened."""
         directory = Path(self._run.directory)
@@ -293,10 +290,7 @@ class Recorder(Closing):
             self._console.note(console_lines(training_samples[index]))
 
     def _append(
-        self,
-        file: records.StepLines | None,
-        lines: Sequence[Mapping[str, Any]],
-        content: str,
+        self, file: records.StepLines | None, lines: Sequence[Mapping[str, Any]], content: str
     ) -> None:
         """Append ``lines`` to ``file``; do nothing on ranks other than 0, where ``file`` is None.
 

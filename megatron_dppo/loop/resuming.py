@@ -150,10 +150,7 @@ def _copy_records(directory: str) -> str:
 
 
 def _set_aside_damaged(
-    directory: str,
-    store: CheckpointStore,
-    passed_over: dict[Path, str],
-    step: int,
+    directory: str, store: CheckpointStore, passed_over: dict[Path, str], step: int
 ) -> None:
     """Rename the damaged checkpoints, and copy the records: a start from ``step`` drops the records of later steps.
 

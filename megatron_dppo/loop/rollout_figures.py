@@ -192,9 +192,7 @@ def trained_figures(batch: Sequence[TrajectoryFacts]) -> dict[str, float]:
 
 
 def file_figures(
-    batch: Sequence[TrajectoryFacts],
-    files: TrainingFiles,
-    group_size: int,
+    batch: Sequence[TrajectoryFacts], files: TrainingFiles, group_size: int
 ) -> dict[str, float]:
     """Return the number of trained prompts of each training file and their mean reward; empty if there is one file.
 
@@ -214,9 +212,7 @@ def file_figures(
 
 
 def selection_figures(
-    rows: Sequence[GroupRow],
-    selection: Selection,
-    rounds: int,
+    rows: Sequence[GroupRow], selection: Selection, rounds: int
 ) -> dict[str, float]:
     """Return the counts of the filter of groups, and the mean reward of the groups that train."""
     trained = GroupRow.total([rows[i] for i in selection.positions])
@@ -240,9 +236,7 @@ def speed_figures(tokens: float, seconds: float, waited: float) -> dict[str, flo
 
 
 def routing_figures(
-    batch: Sequence[TrajectoryFacts],
-    recorded: Collection[int],
-    form: Form,
+    batch: Sequence[TrajectoryFacts], recorded: Collection[int], form: Form
 ) -> dict[str, float]:
     """Return the metrics of recorded routing. ``recorded``: positions with a recording, on any rank."""
     recorded_responses = [batch[position] for position in recorded]

@@ -584,9 +584,7 @@ class BatchSeals:
         return Seal(step, self.origin.template, weights, row_digests, stamps)
 
     def _response_faults(
-        self,
-        responses: Sequence[Trajectory],
-        saved_seal: Seal | None,
+        self, responses: Sequence[Trajectory], saved_seal: Seal | None
     ) -> list[str]:
         """Return the faults of this rank's responses, each on its own and within its group."""
         weights_of_versions = self._weights if saved_seal is None else saved_seal.weights

@@ -163,12 +163,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        data: RunData,
-        stop: StopFlag,
-        fence: RunFence,
-        stack: ExitStack,
+        self, config: TrainConfig, data: RunData, stop: StopFlag, fence: RunFence, stack: ExitStack
     ) -> None:
         self.config = config
         self.data = data
@@ -459,10 +454,7 @@ class Run:
             raise RunStoppedError(f"stopped after step {step}")
 
     def _learn(
-        self,
-        step: int,
-        batch: RolloutBatch,
-        seal: Seal | None,
+        self, step: int, batch: RolloutBatch, seal: Seal | None
     ) -> tuple[PlannedBatch, dict[str, float], str]:
         """Do the optimiser steps of a batch, and hash the new weights.
 
@@ -609,13 +601,7 @@ class Run:
         nonce = self.fence.nonce
         has_begun = on_rank_0(partial(has_begun_run, run.directory, nonce))
         state = resume(
-            run,
-            checkpoints,
-            self.trainer,
-            self.store,
-            identity,
-            replays=replays,
-            nonce=nonce,
+            run, checkpoints, self.trainer, self.store, identity, replays=replays, nonce=nonce
         )
         # Whether the run begins at step 0 now. Ranks that are restarted before the first checkpoint have no state
         # either, but the run has begun already.

@@ -19,11 +19,7 @@ from megatron_dppo.trainer.step import StatsSpec
 
 
 def active_line(
-    rollout: RolloutConfig,
-    placement: str,
-    dtype: str,
-    algorithm: Algorithm,
-    layout: Layout,
+    rollout: RolloutConfig, placement: str, dtype: str, algorithm: Algorithm, layout: Layout
 ) -> str:
     """Return the line of the console that describes the run.
 
@@ -66,11 +62,7 @@ def stats_spec(algorithm: Algorithm, topk: int) -> StatsSpec:
 
 
 def generation_job(
-    config: TrainConfig,
-    data: RunData,
-    shape: ModelShape,
-    topk: int,
-    episodes: Episodes | None,
+    config: TrainConfig, data: RunData, shape: ModelShape, topk: int, episodes: Episodes | None
 ) -> GenerationJob:
     """Return the job without problems that is the template of the run's generations.
 

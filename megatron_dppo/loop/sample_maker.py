@@ -116,10 +116,7 @@ class SampleMaker:
                 self._batch_samples[position] = sample
 
     def of_step(
-        self,
-        step: int,
-        trajectories: Mapping[int, Trajectory],
-        masked: Mapping[int, int],
+        self, step: int, trajectories: Mapping[int, Trajectory], masked: Mapping[int, int]
     ) -> list[Sample]:
         """Return the samples of ``take``, and a sample of the response with the most masked tokens. Collective.
 
@@ -151,11 +148,7 @@ class SampleMaker:
         return samples
 
     def of_evaluation(
-        self,
-        step: int,
-        name: str,
-        problems: Sequence[Problem],
-        scored: Sequence[Trajectory],
+        self, step: int, name: str, problems: Sequence[Problem], scored: Sequence[Trajectory]
     ) -> list[Sample]:
         """Return samples of a held-out set's responses on this rank. ``problems``: the problem of each response."""
         samples: list[Sample] = []
@@ -171,12 +164,7 @@ class SampleMaker:
         return self._sample(step, TRAINING, self._problems[t.problem_id], t, t.advantage)
 
     def _sample(
-        self,
-        step: int,
-        name: str,
-        problem: Problem,
-        t: Trajectory,
-        advantage: float | None,
+        self, step: int, name: str, problem: Problem, t: Trajectory, advantage: float | None
     ) -> Sample:
         # All tokens after the prompt: in an episode, the text between the turns too.
         response = self._data.text_of(t.token_ids[len(t.prompt_ids) :])

@@ -24,9 +24,7 @@ _NEEDED_FOR_SCORES = ("reward",)
 
 
 def data_and_resume_faults(
-    config: TrainConfig,
-    known_faults: Sequence[str] = (),
-    answers: str | None = None,
+    config: TrainConfig, known_faults: Sequence[str] = (), answers: str | None = None
 ) -> list[str]:
     """Check the inputs' hashes, the data, the rewards, the gold answers and the checkpoint; return every fault.
 

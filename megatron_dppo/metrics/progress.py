@@ -117,10 +117,7 @@ def progress(
         _print(console, f"{description} ...")
     finished = threading.Event()
     reporter = threading.Thread(
-        target=_report,
-        args=(tracker, console, finished, interval_s),
-        daemon=True,
-        name="progress",
+        target=_report, args=(tracker, console, finished, interval_s), daemon=True, name="progress"
     )
     reporter.start()
     try:
@@ -149,10 +146,7 @@ def _columns(total: int | None) -> list[ProgressColumn]:
 
 
 def _report(
-    tracker: Tracker,
-    console: Console,
-    finished: threading.Event,
-    interval_s: float,
+    tracker: Tracker, console: Console, finished: threading.Event, interval_s: float
 ) -> None:
     """Print the state every ``interval_s`` seconds until ``finished``."""
     while not finished.wait(interval_s):

@@ -382,10 +382,7 @@ class MetricsWriter:
         self._add(line, json.loads(line))
 
     def complete(
-        self,
-        step: int,
-        values: Mapping[str, float],
-        summed: Sequence[str] = (),
+        self, step: int, values: Mapping[str, float], summed: Sequence[str] = ()
     ) -> dict[str, float]:
         """Set ``values`` in the record of ``step``, which must be the last record.
 

@@ -325,10 +325,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def write_summary(
-    directory: str | Path,
-    info: RunInfo,
-    *,
-    hf_export_max_logprob_diff: float | None = None,
+    directory: str | Path, info: RunInfo, *, hf_export_max_logprob_diff: float | None = None
 ) -> RunSummary:
     """Write ``summary.json`` of the run in ``directory`` (replaced atomically) and return it.
 

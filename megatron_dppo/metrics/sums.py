@@ -67,10 +67,7 @@ class MetricSums:
         return self + MetricSums(sums={name: torch.as_tensor(value, dtype=torch.float64)})
 
     def to_vector(
-        self,
-        rank: int = 0,
-        world_size: int = 1,
-        device: torch.device | str | None = None,
+        self, rank: int = 0, world_size: int = 1, device: torch.device | str | None = None
     ) -> Tensor:
         """Pack sums, maxima and minima into a float64 vector for one SUM all-reduce.
 
@@ -136,9 +133,7 @@ class MetricSums:
 
 
 def _merged(
-    a: dict[str, Tensor],
-    b: dict[str, Tensor],
-    combine: Callable[[Tensor, Tensor], Tensor],
+    a: dict[str, Tensor], b: dict[str, Tensor], combine: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Tensor]:
     merged = dict(a)
     for name, value in b.items():
@@ -218,9 +213,7 @@ class MaskedTokenCounts:
         """
         if self.counts is None:
             self.counts = torch.zeros(
-                (2, self.vocab_size),
-                dtype=torch.int32,
-                device=token_ids.device,
+                (2, self.vocab_size), dtype=torch.int32, device=token_ids.device
             )
         for row, has_sign in enumerate((advantages > 0, advantages < 0)):
             self.counts[row].scatter_add_(0, token_ids, (blocked & has_sign).int())
@@ -238,11 +231,7 @@ class MaskedResponses:
     _parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(
-        self,
-        positions: Tensor,
-        cu_seqlens: Tensor,
-        advantages: Tensor,
-        blocked: Tensor,
+        self, positions: Tensor, cu_seqlens: Tensor, advantages: Tensor, blocked: Tensor
     ) -> None:
         """Count each sequence's blocked tokens of a micro-batch. Tokens with A = 0 do not count: they have no gradient
         anyway.

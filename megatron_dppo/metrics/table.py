@@ -465,8 +465,7 @@ PEAK_MEMORY = _metric(
     line=Line("memory", "fullest rank"),
 )
 CHECKPOINT_BYTES = _metric(
-    "checkpoint/bytes",
-    "bytes of the checkpoints that were published since the previous record",
+    "checkpoint/bytes", "bytes of the checkpoints that were published since the previous record"
 )
 CHECKPOINT_WRITTEN = _metric(
     "checkpoint/write_s",

@@ -248,9 +248,7 @@ class MlflowTracker:
             self._client.update_run(self._id, status="RUNNING")
             return
         self._id = self._client.create_run(
-            experiment_id,
-            run_name=run.name,
-            tags={self._ID_TAG: run.id},
+            experiment_id, run_name=run.name, tags={self._ID_TAG: run.id}
         ).info.run_id
         self._log_parameters(run.config)
 
@@ -361,11 +359,7 @@ class _Channel:
     """A tracker in a separate thread, behind a bounded queue, so that it cannot stop or delay the run."""
 
     def __init__(
-        self,
-        name: str,
-        build: Callable[[], ExperimentTracker],
-        run: TrackedRun,
-        max_calls: int,
+        self, name: str, build: Callable[[], ExperimentTracker], run: TrackedRun, max_calls: int
     ) -> None:
         self.name = name
         self.lost_calls = 0

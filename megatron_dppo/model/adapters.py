@@ -277,10 +277,7 @@ class AdaptedLinear:
 
 
 def adapted_linears(
-    adapters: Adapters,
-    shape: ModelShape,
-    layout: Layout,
-    rank: int,
+    adapters: Adapters, shape: ModelShape, layout: Layout, rank: int
 ) -> list[AdaptedLinear]:
     """Return all linears with adapters of global ``rank``, in model order."""
     coordinates = layout.coordinates(rank)
@@ -347,10 +344,7 @@ def checkpoint_key(name: str) -> tuple[str, int | None]:
 
 
 def adapter_parameters(
-    adapters: Adapters,
-    shape: ModelShape,
-    layout: Layout,
-    rank: int,
+    adapters: Adapters, shape: ModelShape, layout: Layout, rank: int
 ) -> Iterator[mapping.LocalParameter]:
     """Yield the part that ``rank`` holds of every A and B of ``adapter_tensors``.
 

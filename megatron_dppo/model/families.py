@@ -559,10 +559,7 @@ def router_bias(name: str = "mlp.gate.e_score_correction_bias") -> Rule:
 
 
 def expert_mlp(
-    block: str = "mlp",
-    gate: str = "gate_proj",
-    up: str = "up_proj",
-    down: str = "down_proj",
+    block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[Rule, ...]:
     """Return the rules of one expert's gated MLP, with the family's names in checkpoints. SGLang stacks all experts."""
     experts = f"{block}.experts."
@@ -661,9 +658,7 @@ EMBEDDING = Rule(
     (Source("model.embed_tokens.weight", ("vocab", "hidden")),),
 )
 FINAL_NORM = Rule(
-    "decoder.final_layernorm.weight",
-    splits.replicated,
-    (Source("model.norm.weight", ("hidden",)),),
+    "decoder.final_layernorm.weight", splits.replicated, (Source("model.norm.weight", ("hidden",)),)
 )
 OUTPUT = Rule(
     "output_layer.weight", splits.vocabulary, (Source("lm_head.weight", ("vocab", "hidden")),)
@@ -1055,10 +1050,7 @@ def read_qwen2(facts: ConfigFacts) -> ModelShape:
 
 
 @declares(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    layer=(*ATTENTION, *QK_NORM, *DENSE_MLP),
-    attention_replicas=True,
+    "qwen3", "Qwen3ForCausalLM", layer=(*ATTENTION, *QK_NORM, *DENSE_MLP), attention_replicas=True
 )
 def read_qwen3(facts: ConfigFacts) -> ModelShape:
     """Qwen3 dense (Qwen3-8B, Qwen3-1.7B): qk-norm, no biases."""
@@ -1292,11 +1284,7 @@ LATENTS_IN_ENGINE = engine_row(
 
 
 def read_latent_moe(
-    facts: ConfigFacts,
-    family: str,
-    router: Router,
-    query_rank: int,
-    **extra: Any,
+    facts: ConfigFacts, family: str, router: Router, query_rank: int, **extra: Any
 ) -> ModelShape:
     """Read a model with LATENT_ATTENTION.
 
@@ -1651,11 +1639,7 @@ def read_qwen3_next(facts: ConfigFacts) -> ModelShape:
 
 
 def _hy_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
-    return {
-        "first_k_dense_replace": len(shape.dense_layers),
-        "qk_norm": True,
-        "route_norm": True,
-    }
+    return {"first_k_dense_replace": len(shape.dense_layers), "qk_norm": True, "route_norm": True}
 
 
 @declares(
@@ -1867,9 +1851,7 @@ GPT_OSS_LAYER = (
     *ATTENTION,
     QKV_BIAS,
     layer_rule(
-        "self_attention.linear_proj.bias",
-        splits.replicated,
-        ("self_attn.o_proj.bias", ("hidden",)),
+        "self_attention.linear_proj.bias", splits.replicated, ("self_attn.o_proj.bias", ("hidden",))
     ),
     layer_rule(
         "self_attention.core_attention.softmax_offset",

@@ -122,11 +122,7 @@ def gather_plan(shape: ModelShape, layout: Layout) -> list[TensorSources]:
 
 
 def adapter_buckets_plan(
-    adapters: Adapters,
-    shape: ModelShape,
-    layout: Layout,
-    bucket_bytes: int,
-    item_bytes: int,
+    adapters: Adapters, shape: ModelShape, layout: Layout, bucket_bytes: int, item_bytes: int
 ) -> list[Bucket]:
     """Plan the gather of every A and B of ``adapter_tensors`` on rank 0, in buckets of at most ``bucket_bytes``."""
 
@@ -199,9 +195,7 @@ def hf_buckets_plan(
 
 
 def buckets_in_turn(
-    tensors: Mapping[int, list[TensorSources]],
-    bucket_bytes: int,
-    item_bytes: int,
+    tensors: Mapping[int, list[TensorSources]], bucket_bytes: int, item_bytes: int
 ) -> list[Bucket]:
     """Divide each receiver's ``tensors`` into buckets, and alternate between the receivers."""
     units = {receiver: _units(share) for receiver, share in tensors.items()}
@@ -239,9 +233,7 @@ def _joined(unit: Unit) -> TensorSources:
 
 
 def _buckets_in_turn(
-    units: Mapping[int, list[Unit]],
-    bucket_bytes: int,
-    item_bytes: int,
+    units: Mapping[int, list[Unit]], bucket_bytes: int, item_bytes: int
 ) -> list[Bucket]:
     buckets_by_receiver = []
     for receiver, share in sorted(units.items()):
@@ -313,9 +305,7 @@ def _key_of_most(elements: Counter[int]) -> int:
 
 
 def _groups(
-    units: Sequence[Unit],
-    bucket_bytes: int,
-    item_bytes: int,
+    units: Sequence[Unit], bucket_bytes: int, item_bytes: int
 ) -> Iterator[list[TensorSources]]:
     """Yield the tensors of each bucket: first the buckets of the model's type, then the buckets of each other type."""
     units_by_dtype: dict[str | None, list[Unit]] = {None: []}
@@ -328,9 +318,7 @@ def _groups(
 
 
 def _fill_groups(
-    units: Sequence[Unit],
-    bucket_bytes: int,
-    item_bytes: int,
+    units: Sequence[Unit], bucket_bytes: int, item_bytes: int
 ) -> Iterator[list[TensorSources]]:
     group: list[TensorSources] = []
     group_bytes = 0

@@ -296,11 +296,7 @@ def experts_of(shape: ModelShape, rank: int, ranks: int) -> range:
 
 @lru_cache(maxsize=4096)
 def shard_of(
-    split: Split,
-    sources: tuple[Source, ...],
-    shape: ModelShape,
-    rank: int,
-    size: int,
+    split: Split, sources: tuple[Source, ...], shape: ModelShape, rank: int, size: int
 ) -> Shard:
     """Return the part of a table row on tensor-parallel ``rank`` of ``size``. All layers and experts have equal
     parts."""
@@ -349,10 +345,7 @@ def _layer_rows(shape: ModelShape, layers: range, experts: range) -> Iterator[_M
 
 
 def _chunk_rows(
-    shape: ModelShape,
-    layout: Layout,
-    coordinates: RankCoordinates,
-    chunk: int,
+    shape: ModelShape, layout: Layout, coordinates: RankCoordinates, chunk: int
 ) -> Iterator[_MappingRow[Rule]]:
     family = family_of(shape)
     is_first = chunk == 0 and coordinates.pp == 0
@@ -384,11 +377,7 @@ def _engine_rows(
         for local_expert, expert in enumerate(experts):
             for row in expert_rows:
                 yield _MappingRow(
-                    row,
-                    is_expert=True,
-                    layer=layer,
-                    expert=expert,
-                    local_expert=local_expert,
+                    row, is_expert=True, layer=layer, expert=expert, local_expert=local_expert
                 )
     yield from map(_MappingRow, family.final_norm.in_engine)
     if not shape.tied_embeddings:
@@ -399,11 +388,7 @@ def _engine_rows(
 
 
 def _trainer_parameters(
-    shape: ModelShape,
-    layout: Layout,
-    rank: int,
-    *,
-    primary_only: bool,
+    shape: ModelShape, layout: Layout, rank: int, *, primary_only: bool
 ) -> Iterator[LocalParameter]:
     raise_faults(holding_faults(layout.sizes, shape))
     coordinates = layout.coordinates(rank)
@@ -424,11 +409,7 @@ def _trainer_parameters(
 
 
 def _parameter(
-    shape: ModelShape,
-    row: _MappingRow[Rule],
-    part: tuple[int, int],
-    chunk: int,
-    is_primary: bool,
+    shape: ModelShape, row: _MappingRow[Rule], part: tuple[int, int], chunk: int, is_primary: bool
 ) -> LocalParameter:
     """Build a parameter. ``part`` is the tensor-parallel rank and the number of these ranks."""
     shard = shard_of(row.rule.split, row.rule.sources, shape, *part)

@@ -150,10 +150,7 @@ class ReshardingReport:
 
 
 def prove_resharding(
-    shape: ModelShape,
-    layout: Layout,
-    engine: EngineLayout,
-    item_bytes: int = 2,
+    shape: ModelShape, layout: Layout, engine: EngineLayout, item_bytes: int = 2
 ) -> ReshardingReport:
     """Prove the resharding, and count its bytes (``item_bytes`` for each element). Raises ProofError, LayoutError."""
     plan = gather_plan(shape, layout)
@@ -239,11 +236,7 @@ def _overlap(dims: Dims, a: mapping.Segment, b: mapping.Segment) -> int:
 
 
 def print_plan(
-    console: Console,
-    shape: ModelShape,
-    layout: Layout,
-    engine: EngineLayout,
-    item_bytes: int,
+    console: Console, shape: ModelShape, layout: Layout, engine: EngineLayout, item_bytes: int
 ) -> None:
     """Prove the resharding, and print the bytes that each rank holds and moves. Raises ProofError, LayoutError."""
     report = prove_resharding(shape, layout, engine, item_bytes)
@@ -264,10 +257,7 @@ def print_plan(
 
 
 def _trainer_table(
-    shape: ModelShape,
-    layout: Layout,
-    report: ReshardingReport,
-    item_bytes: int,
+    shape: ModelShape, layout: Layout, report: ReshardingReport, item_bytes: int
 ) -> Table:
     amounts = ("weights per rank", "provides per rank", "sends direct per rank")
     title = f"Trainer: {layout.describe()}, {layout.world_size} ranks"

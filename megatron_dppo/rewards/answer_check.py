@@ -26,10 +26,7 @@ _SHOWN = 3
 
 
 def bad_answers(
-    sets: Mapping[str, ProblemSet],
-    reward: RewardConfig,
-    *,
-    scores: bool = True,
+    sets: Mapping[str, ProblemSet], reward: RewardConfig, *, scores: bool = True
 ) -> BadAnswers:
     """Find the answers of each file that no response could match, or that a reward refuses.
 

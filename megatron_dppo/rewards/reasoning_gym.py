@@ -38,10 +38,7 @@ def tasks() -> list[str]:
 
 
 def problems(
-    task: str,
-    count: int,
-    seed: int,
-    config: Mapping[str, Any] | None = None,
+    task: str, count: int, seed: int, config: Mapping[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
     """Generate ``count`` problems of a task as data rows: problem, answer (if the generator has one), metadata.
 

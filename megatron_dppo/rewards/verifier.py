@@ -297,10 +297,7 @@ class Verifier:
                     batch.append((record, future))
 
     def _call_with_retries(
-        self,
-        use: _WorkerUse,
-        form: RewardForm,
-        inputs: Sequence[RewardInput],
+        self, use: _WorkerUse, form: RewardForm, inputs: Sequence[RewardInput]
     ) -> list[Score]:
         """Score ``inputs`` in one call. Repeat the call for unavailable rewards, up to the number of attempts."""
         scores = use.scores(inputs)
@@ -516,9 +513,7 @@ def scores_of(reward: BoundReward, inputs: Sequence[RewardInput]) -> list[Score]
 
 
 async def scores_in_time(
-    reward: BoundReward,
-    inputs: Sequence[RewardInput],
-    timeout_s: float,
+    reward: BoundReward, inputs: Sequence[RewardInput], timeout_s: float
 ) -> list[Score]:
     """Call an asynchronous reward for all inputs at the same time. Each call has a limit of ``timeout_s``."""
 

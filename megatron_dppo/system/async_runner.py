@@ -25,9 +25,7 @@ class AsyncRunner(Closing):
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self._loop.run_forever,
-            name="engine-io",
-            daemon=True,
+            target=self._loop.run_forever, name="engine-io", daemon=True
         )
         self._thread.start()
 

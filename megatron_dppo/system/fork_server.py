@@ -49,11 +49,7 @@ from megatron_dppo.system.processes import (
     process_start,
     start_process,
 )
-from megatron_dppo.system.secret_variables import (
-    hide_secrets,
-    split_environment,
-    without_secrets,
-)
+from megatron_dppo.system.secret_variables import hide_secrets, split_environment, without_secrets
 
 MODULE = "megatron_dppo.system.fork_server"
 _PACKET_BYTES = 1 << 17
@@ -356,10 +352,7 @@ class _SharedServer(_ForkClient):
     module_path: str | None = None
 
     def fork_fed(
-        self,
-        request: ForkRequest,
-        content: bytes,
-        descriptors: Sequence[int],
+        self, request: ForkRequest, content: bytes, descriptors: Sequence[int]
     ) -> ForkedProcess | None:
         """Start a process with ``content`` as its standard input, and wait until it is forked.
 
@@ -546,12 +539,7 @@ class ForkingLauncher(Launcher):
         self._servers: dict[Hashable, ForkServer] = {}
 
     def start(
-        self,
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        log: Path,
-        stdin: bytes,
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
     ) -> StartedProcess:
         python, *words = command
         if words[:2] != ["-m", self._module]:

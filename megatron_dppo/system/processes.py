@@ -467,12 +467,7 @@ class Launcher:
     """
 
     def start(
-        self,
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        log: Path,
-        stdin: bytes,
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
     ) -> StartedProcess:
         """Start ``command`` with exactly the variables in ``environment``, and return at once.
 
@@ -489,11 +484,7 @@ class Launcher:
 
 
 def start_fed(
-    command: Sequence[str],
-    *,
-    environment: Mapping[str, str],
-    log: Path,
-    stdin: bytes,
+    command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
 ) -> subprocess.Popen[bytes]:
     """Start a process, write ``stdin`` to its standard input and close it. Output is appended to ``log``.
 
@@ -501,10 +492,7 @@ def start_fed(
     """
     with open(log, "ab") as file:
         process = start_process(
-            command,
-            environment=environment,
-            output=file.fileno(),
-            stdin=subprocess.PIPE,
+            command, environment=environment, output=file.fileno(), stdin=subprocess.PIPE
         )
     feed(process, stdin)
     return process

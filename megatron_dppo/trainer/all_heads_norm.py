@@ -43,12 +43,7 @@ class AllHeadsNorm(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float,
-        *,
-        heads: int,
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -67,10 +62,7 @@ class AllHeadsNorm(torch.nn.Module):
         return normed
 
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple = (),
-        metadata: dict | None = None,
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         """Return the weight as a sharded tensor: tensor-parallel ranks divide its only dimension."""
         return make_sharded_tensors_for_checkpoint(
@@ -98,12 +90,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        elements: int,
-        group: ProcessGroup,
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, elements: int, group: ProcessGroup
     ) -> Tensor:
         values = x.float()
         squares = _sum_over_heads(values.square(), group)

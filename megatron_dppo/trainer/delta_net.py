@@ -45,9 +45,7 @@ def delta_net_spec(input_linear: type, output_linear: type) -> ModuleSpec:
     return ModuleSpec(
         PackedDeltaNet,
         submodules=GatedDeltaNetSubmodules(
-            in_proj=input_linear,
-            out_norm=HeadNorm,
-            out_proj=output_linear,
+            in_proj=input_linear, out_norm=HeadNorm, out_proj=output_linear
         ),
         metainfo={"fuse_input_layernorm": True},
     )
@@ -208,12 +206,7 @@ def packed_convolution(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def packed_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
     """Apply the gated delta rule to each sequence of a pack.
 

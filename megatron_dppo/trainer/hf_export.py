@@ -118,10 +118,7 @@ def _carried_specs(shape: ModelShape, folder: str | Path) -> dict[str, tensor_st
 
 
 def export_plan(
-    files: Files,
-    shape: ModelShape,
-    layout: Layout,
-    item_bytes: int,
+    files: Files, shape: ModelShape, layout: Layout, item_bytes: int
 ) -> tuple[list[Bucket], dict[str, int]]:
     """Plan the buckets in which tensors are gathered, and choose the rank that writes each file.
 
@@ -156,9 +153,7 @@ def export_plan(
 
 @contextmanager
 def _staged(
-    out_dir: str | Path,
-    rank: int,
-    specs: Mapping[str, tensor_store.TensorSpec],
+    out_dir: str | Path, rank: int, specs: Mapping[str, tensor_store.TensorSpec]
 ) -> Iterator[Path]:
     """Provide a staged folder.
 

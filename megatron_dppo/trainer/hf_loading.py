@@ -18,11 +18,7 @@ from megatron_dppo.trainer.topology import Topology
 
 @torch.no_grad()
 def load_hf(
-    chunks: list[GPTModel],
-    shape: ModelShape,
-    layout: Layout,
-    rank: int,
-    hf_dir: str | Path,
+    chunks: list[GPTModel], shape: ModelShape, layout: Layout, rank: int, hf_dir: str | Path
 ) -> None:
     """Fill every parameter of this rank from ``hf_dir``, reading only the slices that the rank holds.
 

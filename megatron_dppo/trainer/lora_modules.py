@@ -367,9 +367,7 @@ def freeze(chunks: list[GPTModel], *, train_router: bool) -> None:
 
 
 def attach(
-    chunks: list[GPTModel],
-    linears: list[AdaptedLinear],
-    options: AdapterOptions,
+    chunks: list[GPTModel], linears: list[AdaptedLinear], options: AdapterOptions
 ) -> list[LinearAdapter]:
     """Attach adapters with zero A and B to each of ``linears``, as a child module and a forward hook that adds the
     module's output.

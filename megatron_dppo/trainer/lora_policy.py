@@ -86,9 +86,7 @@ def fill(
 
 
 def sharded_adapters(
-    adapters: list[lora_modules.LinearAdapter],
-    chunks: list[GPTModel],
-    layout: Layout,
+    adapters: list[lora_modules.LinearAdapter], chunks: list[GPTModel], layout: Layout
 ) -> dict[str, Any]:
     """Return this rank's adapters as sharded tensors, by ``model<chunk>`` and the name in the chunk.
 
@@ -109,10 +107,7 @@ def sharded_adapters(
 
 
 def sharded_routers(
-    chunks: list[GPTModel],
-    shape: ModelShape,
-    layout: Layout,
-    rank: int,
+    chunks: list[GPTModel], shape: ModelShape, layout: Layout, rank: int
 ) -> dict[str, dict[str, ShardedTensor]]:
     """Return the routers' weights as sharded tensors, by ``model<chunk>`` and the name in the chunk.
 

@@ -39,9 +39,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def transformer_config(
-    config: PolicyConfig,
-    shape: ModelShape,
-    layout: Layout,
+    config: PolicyConfig, shape: ModelShape, layout: Layout
 ) -> TransformerConfig:
     """Build the TransformerConfig of the run. Keys of the ``megatron`` table override all other options.
 

@@ -244,9 +244,7 @@ def differing_groups(
 
 
 def replica_faults(
-    is_expert: bool,
-    ranks: Sequence[int],
-    gathered: Sequence[Sequence[Any]],
+    is_expert: bool, ranks: Sequence[int], gathered: Sequence[Sequence[Any]]
 ) -> list[str]:
     """Return a text for each tensor whose hash differs among the ``ranks`` of a replica group.
 

@@ -25,9 +25,7 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
     """
 
     def __init__(
-        self,
-        parameters: Mapping[ParameterKey, Tensor],
-        adapters: list[lora_modules.LinearAdapter],
+        self, parameters: Mapping[ParameterKey, Tensor], adapters: list[lora_modules.LinearAdapter]
     ) -> None:
         self._parameters = parameters
         self._deltas: dict[ParameterKey, Callable[[], Tensor]] = {}

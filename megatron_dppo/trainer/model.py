@@ -51,9 +51,7 @@ LayerSpecFunction = Callable[[TransformerConfig, int | None], Any]
 
 
 def build_chunks(
-    transformer: TransformerConfig,
-    shape: ModelShape,
-    spec: LayerSpecFunction | None = None,
+    transformer: TransformerConfig, shape: ModelShape, spec: LayerSpecFunction | None = None
 ) -> list[GPTModel]:
     """Build this rank's part of the model on its device: one unwrapped GPTModel for each virtual stage.
 
@@ -64,9 +62,7 @@ def build_chunks(
 
 
 def _build_on_default_device(
-    transformer: TransformerConfig,
-    shape: ModelShape,
-    spec: LayerSpecFunction | None = None,
+    transformer: TransformerConfig, shape: ModelShape, spec: LayerSpecFunction | None = None
 ) -> list[GPTModel]:
     """Build the chunks of :func:`build_chunks` on torch's default device."""
     stage_count = transformer.virtual_pipeline_model_parallel_size
@@ -97,9 +93,7 @@ def _output_layer_input(
     """Return the layer's input as every tensor-parallel rank needs it, and no bias. GPTModel passes all arguments."""
     if layer.sequence_parallel:
         whole_input = gather_from_sequence_parallel_region(
-            input_,
-            tensor_parallel_output_grad=True,
-            group=layer.tp_group,
+            input_, tensor_parallel_output_grad=True, group=layer.tp_group
         )
         return whole_input, None
     return copy_to_tensor_model_parallel_region(input_, group=layer.tp_group), None
@@ -189,10 +183,7 @@ def _in_bfloat16(chunk: GPTModel, transformer: TransformerConfig) -> Float16Modu
 
 
 def _build_chunk(
-    transformer: TransformerConfig,
-    shape: ModelShape,
-    vp_stage: int | None,
-    spec: LayerSpecFunction,
+    transformer: TransformerConfig, shape: ModelShape, vp_stage: int | None, spec: LayerSpecFunction
 ) -> GPTModel:
     """Build the chunk of the virtual stage ``vp_stage`` (None: the only chunk) with the layers of ``spec``."""
     layer_spec = spec(transformer, vp_stage)
@@ -343,10 +334,7 @@ def _stored_buffers(chunk: Module) -> Iterator[tuple[str, Module, str]]:
 
 
 def meta_parameters(
-    transformer: TransformerConfig,
-    shape: ModelShape,
-    layout: Layout,
-    rank: int,
+    transformer: TransformerConfig, shape: ModelShape, layout: Layout, rank: int
 ) -> dict[tuple[int, str], tuple[int, ...]]:
     """Build ``rank``'s GPTModels on the meta device and return the shape of every parameter by (chunk, name)."""
     # Skip the initialization: tensors on the meta device have no values.
@@ -378,8 +366,7 @@ def _fake_world(layout: Layout, rank: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         parallel_state.initialize_model_parallel(
-            **megatron_sizes(layout),
-            create_gloo_process_groups=False,
+            **megatron_sizes(layout), create_gloo_process_groups=False
         )
         platform.seed_everything(0)
         yield
@@ -397,9 +384,7 @@ def prepare_step(optimizer: ChainedOptimizer) -> float:
 
 @torch.no_grad()
 def apply_step(
-    optimizer: ChainedOptimizer,
-    scheduler: OptimizerParamScheduler,
-    grad_norm: float,
+    optimizer: ChainedOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float
 ) -> float:
     """Clip the gradients, whose norm is ``grad_norm``, update the weights and return the learning rate."""
     # Advance the schedule before the update: otherwise step 1 would use the rate of step 0, which is 0 in a warm-up.

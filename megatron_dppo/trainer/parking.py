@@ -287,11 +287,7 @@ class _ParkedCopy:
             self._memory.release_cache()
 
     def _copy(
-        self,
-        storages: Sequence[_Storage],
-        needs_copy: Sequence[bool],
-        *,
-        to_host: bool,
+        self, storages: Sequence[_Storage], needs_copy: Sequence[bool], *, to_host: bool
     ) -> int:
         """Copy the storages whose entry in ``needs_copy`` is true, to or from their places in the host buffer."""
         assert self._memory is not None
@@ -339,9 +335,7 @@ def _allocate(storages: Sequence[_Storage]) -> None:
 
 
 def _result(
-    storages: Mapping[TrainerPart, Sequence[_Storage]],
-    copied: int,
-    start_time: float,
+    storages: Mapping[TrainerPart, Sequence[_Storage]], copied: int, start_time: float
 ) -> ParkingResult:
     sizes: dict[TrainerPart, int] = {}
     for part, part_storages in storages.items():

@@ -35,9 +35,7 @@ Example = tuple[int, list[int], list[bool]]
 
 
 def export(
-    directory: str,
-    trainer: Trainer,
-    examples: Sequence[Trajectory | Problem] | None,
+    directory: str, trainer: Trainer, examples: Sequence[Trajectory | Problem] | None
 ) -> float | None:
     """Write ``<directory>/hf`` and the adapters next to it, then check the export on ``examples``. Collective.
 
@@ -81,10 +79,7 @@ def _sequence_to_check(example: Trajectory | Problem) -> Trajectory:
 
 
 def max_log_prob_difference(
-    trainer: Trainer,
-    folder: str | Path,
-    trajectories: Sequence[Trajectory],
-    temperature: float,
+    trainer: Trainer, folder: str | Path, trajectories: Sequence[Trajectory], temperature: float
 ) -> float:
     """Compute max |log pi_trainer - log pi_transformers| over the sampled tokens, nats. Collective.
 
@@ -109,9 +104,7 @@ def max_log_prob_difference(
 
 
 def transformers_log_probs(
-    folder: str | Path,
-    trajectories: Sequence[Trajectory],
-    temperature: float,
+    folder: str | Path, trajectories: Sequence[Trajectory], temperature: float
 ) -> list[torch.Tensor]:
     """Compute log pi of each sampled token with transformers, nats: one fp32 tensor [N] for each trajectory."""
     from transformers import AutoModelForCausalLM

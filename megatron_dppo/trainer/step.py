@@ -203,10 +203,7 @@ class StatsFunction:
     options: HeadOptions
 
     def __call__(
-        self,
-        hidden: Tensor,
-        batch: PackedBatch,
-        spec: StatsSpec | None = None,
+        self, hidden: Tensor, batch: PackedBatch, spec: StatsSpec | None = None
     ) -> PolicyStats:
         """Compute the statistics of the trained tokens; they are 0 at other tokens.
 

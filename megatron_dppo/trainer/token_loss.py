@@ -125,11 +125,7 @@ def branch_ids(batch: PackedBatch) -> Tensor:
 
 
 def with_sampled(
-    topk: Tensor,
-    rollout_topk: Tensor,
-    ids: Tensor,
-    *,
-    sampled: tuple[Tensor, Tensor, Tensor],
+    topk: Tensor, rollout_topk: Tensor, ids: Tensor, *, sampled: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log pi and log mu at TopK(mu) and the sampled token, [T, K + 1], and a bool mask of valid columns.
 

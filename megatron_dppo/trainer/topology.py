@@ -76,9 +76,7 @@ class Topology:
 
 
 def init_distributed(
-    world_size: int,
-    interface: str | None = None,
-    limit_s: float = LONGEST_WAIT_S,
+    world_size: int, interface: str | None = None, limit_s: float = LONGEST_WAIT_S
 ) -> None:
     """Join the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
@@ -109,11 +107,7 @@ def init_distributed(
         rank = int(os.environ["RANK"])
         store = _store(given_size, interface)
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=given_size,
-            timeout=COLLECTIVE_TIMEOUT,
+            backend, store=store, rank=rank, world_size=given_size, timeout=COLLECTIVE_TIMEOUT
         )
         if given_size > 1:
             host = os.environ["MASTER_ADDR"]

@@ -198,11 +198,7 @@ class Trainer:
         self._replay: ModelReplay | None = None
         if config.router_replay:
             self._replay = ModelReplay(
-                self.chunks,
-                self.shape,
-                self.topology,
-                share=self.share,
-                device=self.device,
+                self.chunks, self.shape, self.topology, share=self.share, device=self.device
             )
         self.ddp_chunks = model.wrap_chunks(
             self.chunks,
@@ -291,9 +287,7 @@ class Trainer:
         return StepResult(metrics, grad_norm, lr)
 
     def log_probs(
-        self,
-        micro_batches: list[PackedBatch],
-        temperature: float | None = None,
+        self, micro_batches: list[PackedBatch], temperature: float | None = None
     ) -> list[Tensor]:
         """Compute log pi of the targets in ``loss_mask`` under the current weights, nats, without gradient.
 
@@ -332,11 +326,7 @@ class Trainer:
         return self._log_probs(micro_batches, None, topk=True)
 
     def _log_probs(
-        self,
-        micro_batches: list[PackedBatch],
-        temperature: float | None,
-        *,
-        topk: bool,
+        self, micro_batches: list[PackedBatch], temperature: float | None, *, topk: bool
     ) -> list[Tensor]:
         """Compute log pi as ``log_probs`` does; with ``topk``, as ``topk_log_probs`` does. Collective."""
         self.check_resident("score", "weights")
@@ -562,10 +552,6 @@ class Trainer:
         culprits = []
         for micro_batch, sequences in nonfinite:
             culprits.append(
-                {
-                    "dp_rank": topology.dp_rank,
-                    "micro_batch": micro_batch,
-                    "sequences": sequences,
-                }
+                {"dp_rank": topology.dp_rank, "micro_batch": micro_batch, "sequences": sequences}
             )
         return list(itertools.chain.from_iterable(all_gather_json(culprits)))

@@ -120,10 +120,7 @@ class TrainerWeights:
         return all_gather_json(value)
 
     def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        rounding: Rounding | None = None,
+        self, prompts: Sequence[Sequence[int]], *, rounding: Rounding | None = None
     ) -> list[list[float]]:
         """Compute log p(token | tokens before it) of all tokens but the first, by prompt, at temperature 1. Collective.
 

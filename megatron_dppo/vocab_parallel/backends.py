@@ -72,12 +72,7 @@ class Backend(Protocol):
         """
 
     def backward(
-        self,
-        logits: Tensor,
-        real: int,
-        scale: float,
-        gradient: RowGradient,
-        out: Tensor,
+        self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
     ) -> None:
         """Write dL/dz into ``out`` [T, C]; ``out`` may be ``logits``. Rows without a gradient get 0 for any logits.
 
@@ -135,12 +130,7 @@ class EagerBackend:
         return lse, plogp, squares, gather_owned(logits, columns)
 
     def backward(
-        self,
-        logits: Tensor,
-        real: int,
-        scale: float,
-        gradient: RowGradient,
-        out: Tensor,
+        self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
     ) -> None:
         """See ``Backend``."""
         has_gradient = gradient.grad_log_prob != 0
@@ -264,12 +254,7 @@ class CppBackend:
         return lse, plogp, squares, values
 
     def backward(
-        self,
-        logits: Tensor,
-        real: int,
-        scale: float,
-        gradient: RowGradient,
-        out: Tensor,
+        self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
     ) -> None:
         """See ``Backend``."""
         # Keep references to converted copies until the kernel has read them.
@@ -429,12 +414,7 @@ class TritonBackend:
         return lse, plogp, squares, gather_owned(logits, columns)
 
     def backward(
-        self,
-        logits: Tensor,
-        real: int,
-        scale: float,
-        gradient: RowGradient,
-        out: Tensor,
+        self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
     ) -> None:
         """See ``Backend``."""
         from megatron_dppo.vocab_parallel.row_stats_triton import backward_kernel

@@ -154,10 +154,7 @@ def dense_head_stats(
 
 
 def _faults(
-    factors: Sequence[HeadFactor],
-    target_ids: Tensor,
-    counted: Tensor | None,
-    options: HeadOptions,
+    factors: Sequence[HeadFactor], target_ids: Tensor, counted: Tensor | None, options: HeadOptions
 ) -> Iterator[str]:
     """Yield faults of hidden states, weights and ``counted``. Callers read only the first one."""
     tokens = len(factors[0].hidden)
@@ -238,10 +235,7 @@ class _HeadStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        head: _Head,
-        main_gradients: Sequence[Tensor | None],
-        *tensors: Tensor,
+        ctx: Any, head: _Head, main_gradients: Sequence[Tensor | None], *tensors: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
         request = head.request
         weight = tensors[1]

@@ -318,11 +318,7 @@ class StatsRequest:
         return [torch.cat([stats.log_probs[:, None], stats.topk_log_probs], 1)]
 
     def combine(
-        self,
-        lse: Tensor,
-        plogp: Tensor | None,
-        squares: Tensor | None,
-        owned: Tensor,
+        self, lse: Tensor, plogp: Tensor | None, squares: Tensor | None, owned: Tensor
     ) -> StatTensors:
         """Combine this shard's rows (``backends.RowStats``) with the rows of the other shards, by one all-reduce.
 
@@ -375,9 +371,7 @@ class _PolicyStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        request: StatsRequest,
+        ctx: Any, logits: Tensor, request: StatsRequest
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
         shard = request.shard
         query = request.query

@@ -110,11 +110,7 @@ def reduce_rows(
 
 
 def _with_sampled(
-    other_lse: Tensor,
-    plogp: Tensor | None,
-    squares: Tensor | None,
-    logits: Tensor,
-    scale: float,
+    other_lse: Tensor, plogp: Tensor | None, squares: Tensor | None, logits: Tensor, scale: float
 ) -> Reduced:
     """Merge the sums over all other tokens with the sampled token, ``logits[:, 0]``."""
     # Merge two parts of the vocabulary. The second part is the sampled token alone, so its p is 1, its p log p is 0 and
@@ -132,9 +128,7 @@ def _with_sampled(
 
 
 def _merged(
-    lse: Tensor,
-    plogp: Tensor | None,
-    squares: Tensor | None,
+    lse: Tensor, plogp: Tensor | None, squares: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Combine log-sum-exp, sum p log p and sum p^2 of N parts of a vocabulary, [T, N], into the three sums of the whole
     vocabulary, [T]. The p of a part sum to 1 in that part; the p of the result sum to 1 over the whole vocabulary.

@@ -167,11 +167,7 @@ class AdapterUpdater(transaction.WeightUpdater):
         return report
 
     def _begin(
-        self,
-        phases: transaction.Phases,
-        version: int,
-        title: str,
-        compared_version: int | None,
+        self, phases: transaction.Phases, version: int, title: str, compared_version: int | None
     ) -> float:
         self._name = adapter_name(version)
         if isinstance(self._strategy, AdapterStrategy):
@@ -189,11 +185,7 @@ class AdapterUpdater(transaction.WeightUpdater):
         return paused_at
 
     def _stream(
-        self,
-        phases: transaction.Phases,
-        verify: bool,
-        *,
-        sends_changes: bool,
+        self, phases: transaction.Phases, verify: bool, *, sends_changes: bool
     ) -> tuple[int, int, list[Any] | None]:
         # The adapters have no checksums in ``partials``: the strategy compares their digests.
         sent, received, _ = super()._stream(phases, verify=False, sends_changes=sends_changes)

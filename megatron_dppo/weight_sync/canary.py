@@ -234,9 +234,7 @@ def compare_canary(
 
 
 def compare_with_noise(
-    trainer: Sequence[Sequence[float]],
-    engine: Sequence[Sequence[float]],
-    noise: Fp8Noise,
+    trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]], noise: Fp8Noise
 ) -> None:
     """Compare an FP8 engine's log-probabilities with the trainer's, by the effect that one rounding has on this model.
 
@@ -375,10 +373,7 @@ def compare_scores(
     # Cut each continuation before the last id of the vocabulary, because SGLang treats this id as padding.
     decoded = engines.each(
         lambda engine: engine.decode(
-            prompts,
-            DECODED_TOKENS,
-            end_before=vocab_size - 1,
-            adapter=adapter,
+            prompts, DECODED_TOKENS, end_before=vocab_size - 1, adapter=adapter
         )
     )
     reports: list[CanaryReport] = []

@@ -134,9 +134,7 @@ class EngineFaultError(EngineError):
     """
 
     def __init__(
-        self,
-        faults: Mapping[str, BaseException],
-        reason: BaseException | None = None,
+        self, faults: Mapping[str, BaseException], reason: BaseException | None = None
     ) -> None:
         # Several engines may have the same exception.
         errors = list(dict.fromkeys(faults.values()))
@@ -448,9 +446,7 @@ class Packer:
         return self._copied(self._pieces(bucket), allocate)
 
     def _copied(
-        self,
-        pieces: list[Tensor],
-        allocate: Callable[[int, torch.device], Tensor],
+        self, pieces: list[Tensor], allocate: Callable[[int, torch.device], Tensor]
     ) -> Tensor:
         """Copy ``pieces`` into the buffer that the call before the last one used, or into a larger new one."""
         size = sum(piece.numel() for piece in pieces)

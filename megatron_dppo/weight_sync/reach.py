@@ -34,10 +34,7 @@ async def _join_and_leave(engine: EngineWeights) -> None:
     """Make ``engine`` join a group of this process, receive a bucket, and leave. Raises EngineMismatchError."""
     address = local_address(engine.url)
     group = BroadcastGroup(
-        ranks=engine.ranks,
-        address=address,
-        device=engine.device,
-        timeout_s=REACH_S,
+        ranks=engine.ranks, address=address, device=engine.device, timeout_s=REACH_S
     )
     try:
         async with asyncio.timeout(REACH_S):

@@ -100,10 +100,7 @@ class WeightSource(Protocol):
         """Return the JSON values of all ranks, by rank."""
 
     def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        rounding: Rounding | None = None,
+        self, prompts: Sequence[Sequence[int]], *, rounding: Rounding | None = None
     ) -> list[list[float]]:
         """Return log p(token | tokens before it) at temperature 1, by prompt, for every token but the first.
 
@@ -178,10 +175,7 @@ class WeightUpdateError(RunError):
     """
 
     def __init__(
-        self,
-        message: str,
-        engines: Sequence[str] = (),
-        attempts: int = UNBOUNDED,
+        self, message: str, engines: Sequence[str] = (), attempts: int = UNBOUNDED
     ) -> None:
         super().__init__(message)
         self.engines = tuple(engines)
@@ -391,8 +385,7 @@ class WeightUpdater:
     _strategy: Strategy | None = field(default=None, init=False)
     _engines: Engines | None = field(default=None, init=False)
     _updates_since: dict[str, int] = field(
-        default_factory=lambda: {"verify": 0, "canary": 0, "memory": 0},
-        init=False,
+        default_factory=lambda: {"verify": 0, "canary": 0, "memory": 0}, init=False
     )
     _sent_weights: SentWeights | None = field(default=None, init=False)
     _engines_take_changes: bool = field(default=False, init=False)
@@ -493,10 +486,7 @@ class WeightUpdater:
 
     @contextmanager
     def _undone_on_failure(
-        self,
-        phases: Phases,
-        version: int,
-        previous_version: int | None,
+        self, phases: Phases, version: int, previous_version: int | None
     ) -> Iterator[None]:
         """Enclose the update to ``version``. If the update fails, make sure that no engine serves this version."""
         previous_digests = self._digests
@@ -551,11 +541,7 @@ class WeightUpdater:
         self._engines = None
 
     def _begin(
-        self,
-        phases: Phases,
-        version: int,
-        title: str,
-        compared_version: int | None,
+        self, phases: Phases, version: int, title: str, compared_version: int | None
     ) -> float:
         """Pause the engines and open the transfer on every rank. Returns the time when all engines were paused.
 
@@ -591,11 +577,7 @@ class WeightUpdater:
         return engines.drain(self.config.timeout_s)
 
     def _stream(
-        self,
-        phases: Phases,
-        verify: bool,
-        *,
-        sends_changes: bool,
+        self, phases: Phases, verify: bool, *, sends_changes: bool
     ) -> tuple[int, int, list[Any] | None]:
         """Gather all buckets, and send the buckets that this rank receives.
 
@@ -773,9 +755,7 @@ class WeightUpdater:
             self._on_rank_0(phases, "end", Engines.restore_released)
 
     def _canary(
-        self,
-        phases: Phases,
-        trainer_scores: canary.TrainerScores,
+        self, phases: Phases, trainer_scores: canary.TrainerScores
     ) -> canary.CanaryReport | None:
         """Compare the engines' log-probabilities with ``trainer_scores``."""
         source = self.source
@@ -813,10 +793,7 @@ class WeightUpdater:
             self._engines.quarantine(f"{UNVERIFIED_VERSION}{version}")
 
     def _return_to(
-        self,
-        version: int | None,
-        digests: Digests | None,
-        suspects: Sequence[str],
+        self, version: int | None, digests: Digests | None, suspects: Sequence[str]
     ) -> None:
         """After an interrupted update, make the engines serve ``version`` again if they still hold it.
 

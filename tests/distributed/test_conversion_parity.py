@@ -42,10 +42,7 @@ SLOW_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {"layers": 4}),
     "glm4_moe without norms of heads": ("glm4_moe", {"use_qk_norm": False}),
     "latent attention": ("deepseek_v3", {"layers": 4}),
-    "latent of queries, YaRN, groups": (
-        "deepseek_v3",
-        {"layers": 4, **R1_FORM},
-    ),
+    "latent of queries, YaRN, groups": ("deepseek_v3", {"layers": 4, **R1_FORM}),
     "glm4_moe_lite": ("glm4_moe_lite", {"layers": 4}),
     "minimax_m2": ("minimax_m2", {"layers": 4}),
     "hy_v3": ("hy_v3", {"layers": 4}),

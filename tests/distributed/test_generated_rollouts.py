@@ -332,10 +332,7 @@ def restart_ranks_after_harm(folder: str, harm: Callable[[Path], None]) -> dict[
     # After another death everything is repeated.
     spool = open_spool(folder, 0, is_fresh=False)
     repeated_later = spool.last_trained
-    return {
-        "repeated": [repeated, repeated_later],
-        "requests": [requests, run(spool, range(1, 4))],
-    }
+    return {"repeated": [repeated, repeated_later], "requests": [requests, run(spool, range(1, 4))]}
 
 
 def fail_to_write(folder: str) -> dict[str, Any]:
@@ -429,11 +426,7 @@ def read_saved_batch(folder: str) -> dict[str, Any]:
     return found | {"drawn": sampler_order}
 
 
-FILTER = {
-    "drop_zero_variance_groups": True,
-    "oversampling": 2.0,
-    "max_generation_rounds": 3,
-}
+FILTER = {"drop_zero_variance_groups": True, "oversampling": 2.0, "max_generation_rounds": 3}
 
 
 RETRACT = {"interrupt": "retract"}

@@ -5,12 +5,7 @@ import pytest
 import torch
 
 from megatron_dppo.diagnostics.gpu_check.held_memory import LiveTensors
-from megatron_dppo.vocab_parallel.head import (
-    HeadFactor,
-    HeadOptions,
-    dense_head_stats,
-    head_stats,
-)
+from megatron_dppo.vocab_parallel.head import HeadFactor, HeadOptions, dense_head_stats, head_stats
 from tests.distributed.test_policy_stats import join
 from tests.ranks import run_ranks
 

@@ -22,11 +22,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "EP2": (MOE, {"expert": 2}, {}),
     "TP2 ETP2 distributed optimizer": (MOE, {"tensor": 2}, {"distributed": True}),
     "PP2 VPP2 router": (MOE, {"pipeline": 2, "virtual_pipeline": 2}, {"train_router": True}),
-    "shared TP2 EP2": (
-        MOE,
-        {"tensor": 2, "expert": 2, "expert_tensor": 1},
-        {"experts": "shared"},
-    ),
+    "shared TP2 EP2": (MOE, {"tensor": 2, "expert": 2, "expert_tensor": 1}, {"experts": "shared"}),
     "dense TP2 bf16": (DENSE, {"tensor": 2}, {"dtype": "bfloat16"}),
 }
 """Name -> (family, layout, other settings that differ from the single process)."""
@@ -51,11 +47,7 @@ def make_trainer(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any])
 
 
 def step(trainer: Any) -> float:
-    from tests.distributed.test_trainer_parity import (
-        own_micro_batches,
-        policy_token_loss,
-        samples,
-    )
+    from tests.distributed.test_trainer_parity import own_micro_batches, policy_token_loss, samples
 
     batches = own_micro_batches(trainer, samples())
     return float(trainer.train_mini_batch(batches, policy_token_loss, denominator=200.0).grad_norm)

@@ -95,11 +95,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "shared EP2": ("shared", {"expert": 2}, {}),
     "R3 EP2 recompute full": ("replayed", {"expert": 2}, {"recompute": "full"}),
     "R3 PP2 VPP2": ("replayed", {"pipeline": 2, "virtual_pipeline": 2}, {}),
-    "shared expert TP2 EP2": (
-        "shared expert",
-        {"tensor": 2, "expert": 2, "expert_tensor": 1},
-        {},
-    ),
+    "shared expert TP2 EP2": ("shared expert", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
     "dense TP2": ("dense", {"tensor": 2}, {}),
     "dense TP2 SP": ("dense", {"tensor": 2, "sequence": True}, {}),
     "dense tied PP2": ("dense", {"pipeline": 2}, {"recompute": "full"}),
@@ -118,10 +114,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 SLOW: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "dense layer first": {
         "TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
-        "PP2 VPP2 recompute full": (
-            {"pipeline": 2, "virtual_pipeline": 2},
-            {"recompute": "full"},
-        ),
+        "PP2 VPP2 recompute full": ({"pipeline": 2, "virtual_pipeline": 2}, {"recompute": "full"}),
         "CP2 EP2 distributed optimizer": ({"context": 2, "expert": 2}, {"distributed": True}),
     },
     "latents": {
@@ -142,10 +135,7 @@ SLOW: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "qwen3_next": {
         "TP2 ETP2": ({"tensor": 2}, {}),
         "TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
-        "PP2 VPP2 recompute full": (
-            {"pipeline": 2, "virtual_pipeline": 2},
-            {"recompute": "full"},
-        ),
+        "PP2 VPP2 recompute full": ({"pipeline": 2, "virtual_pipeline": 2}, {"recompute": "full"}),
     },
     "qwen3_5_moe": {
         "TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
@@ -156,11 +146,7 @@ SLOW: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "TP2 EP2 ETP2": ("moe", {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
     "EP2 ETP2 without TP": ("moe", {"expert": 2, "expert_tensor": 2}, {}),
-    "TP2 EP2 DP2 distributed optimizer": (
-        "moe",
-        {"tensor": 2, "expert": 2},
-        {"distributed": True},
-    ),
+    "TP2 EP2 DP2 distributed optimizer": ("moe", {"tensor": 2, "expert": 2}, {"distributed": True}),
     "TP2 PP2 ETP2": ("moe", {"tensor": 2, "pipeline": 2}, {}),
     "PP2 VPP2 EP2 recompute full": (
         "moe",
@@ -315,8 +301,7 @@ def check_against_peft(reference: Path, kind: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("world_size", "cases"),
-    [pytest.param(2, TWO_RANKS, marks=pytest.mark.slow), (4, FOUR_RANKS)],
+    ("world_size", "cases"), [pytest.param(2, TWO_RANKS, marks=pytest.mark.slow), (4, FOUR_RANKS)]
 )
 def test_layouts_train_as_one_process_does(
     reference: Path, world_size: int, cases: dict[str, Any]

@@ -58,10 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense TP2 SP fp32": ("qwen3", {"tensor": 2, "sequence": True}, {"dtype": "float32"}),
 }  # fmt: skip
 
-STATE_ONLY = {
-    "TP2 EP2 LoRA shared router distributed optimizer",
-    "delta nets TP2 EP2 LoRA fp32",
-}
+STATE_ONLY = {"TP2 EP2 LoRA shared router distributed optimizer", "delta nets TP2 EP2 LoRA fp32"}
 """Cases whose activations are not compared. The planner does not count what trained routers keep beside frozen layers,
 and of delta nets it counts only what their kernels keep on a GPU."""
 

@@ -82,11 +82,7 @@ def statistics_of(group, rank, ranks, dtype_name, backend, columns, vocabulary):
 
 # ranks -> (dtype, backend, padded columns, vocabulary)
 CASES = {
-    2: [
-        ("float32", "cpp", 1008, V),
-        ("bfloat16", "cpp", 1008, V),
-        ("float64", "eager", 1008, V),
-    ],
+    2: [("float32", "cpp", 1008, V), ("bfloat16", "cpp", 1008, V), ("float64", "eager", 1008, V)],
     3: [
         # 3 x 384, as Megatron-Core pads: rank 2 holds 233 true columns.
         ("float32", "cpp", 1152, V),

@@ -217,8 +217,7 @@ def test_the_recordings_are_not_the_natural_routing(reference: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("world_size", "cases"),
-    [pytest.param(2, TWO_RANKS, marks=pytest.mark.first), (4, FOUR_RANKS)],
+    ("world_size", "cases"), [pytest.param(2, TWO_RANKS, marks=pytest.mark.first), (4, FOUR_RANKS)]
 )
 def test_routers_replay_and_train_as_one_process_does(
     reference: Path, world_size: int, cases: dict[str, Any]

@@ -14,10 +14,7 @@ import torch.distributed as dist
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, gather
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.model.engine_layout import EngineLayout
-from megatron_dppo.model.gather_plan import (
-    fewest_gathered_elements,
-    hf_buckets_plan,
-)
+from megatron_dppo.model.gather_plan import fewest_gathered_elements, hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape

@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.gpu_evidence.engine_options import (
-    BASE,
-    COLOCATED,
-    EVERY,
-    GOLDEN,
-    MOVING,
-    RECIPES,
-    ROOT,
-)
+from tests.gpu_evidence.engine_options import BASE, COLOCATED, EVERY, GOLDEN, MOVING, RECIPES, ROOT
 
 MODULE = "tests.gpu_evidence.engine_options"
 

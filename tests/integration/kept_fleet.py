@@ -65,12 +65,7 @@ class KeptFleet:
             runtime = Runtime(local_launcher(self._config.engine))
             starts = ServerStarts(lambda hosts: runtime, placement.master_address)
             fleet = supervised_fleet(
-                sections,
-                directory,
-                placement,
-                starts,
-                seed=self._config.run.seed,
-                interface=None,
+                sections, directory, placement, starts, seed=self._config.run.seed, interface=None
             )
             self._record = RecordClient(fleet.rank_variables[ENDPOINT_VARIABLE], fleet.keys)
             self.rank_variables = fleet.rank_variables

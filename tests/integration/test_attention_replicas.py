@@ -17,11 +17,7 @@ from megatron_dppo.engine.server_state import state_of
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import load_model_shape
-from tests.integration.test_weight_sync import (
-    GatherInterruptedError,
-    end_the_gather,
-    nudge,
-)
+from tests.integration.test_weight_sync import GatherInterruptedError, end_the_gather, nudge
 from tests.integration.weight_server import (
     ADMIN_KEY,
     KEY,

@@ -31,12 +31,7 @@ from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.client import FleetClient
-from megatron_dppo.fleet.generation import (
-    GenerationJob,
-    GenerationLimits,
-    Results,
-    generate_many,
-)
+from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, Results, generate_many
 from megatron_dppo.fleet.http_router import OPEN_PATHS
 from megatron_dppo.fleet.membership import Member, client_of
 from megatron_dppo.fleet.record import Server

@@ -88,10 +88,7 @@ def rounded_experts(experts: Any, hidden: Tensor, indices: Tensor, weights: Tens
 
 
 def fp8_log_probs(
-    folder: Path,
-    tokens: Sequence[int],
-    rounds_weights: bool,
-    rounds_activations: bool,
+    folder: Path, tokens: Sequence[int], rounds_weights: bool, rounds_activations: bool
 ) -> list[float]:
     """Return log p(token | tokens before) of ``tokens[1:]``, computed by transformers in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

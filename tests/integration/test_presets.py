@@ -168,11 +168,7 @@ def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
             **config,
             "run": {"directory": f"{config['run']['directory']}-{name}", "steps": 1},
             "algorithm": {**config["algorithm"], "name": name, "options": {}},
-            "rollout": {
-                **config["rollout"],
-                "save": False,
-                "replay_from": batches[topk_part],
-            },
+            "rollout": {**config["rollout"], "save": False, "replay_from": batches[topk_part]},
         }
         seen = {"recomputed": 0, "mini_batches": []}
         parsed = TrainConfig.model_validate(own)

@@ -12,14 +12,7 @@ import pytest
 
 from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.metrics.records import read_step_lines
-from tests.integration.runs import (
-    GROUP,
-    PROMPTS,
-    TrainingRun,
-    records_of,
-    steps_of,
-    write_material,
-)
+from tests.integration.runs import GROUP, PROMPTS, TrainingRun, records_of, steps_of, write_material
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -149,10 +149,7 @@ class Source:
     is_routed = True
 
     def __init__(
-        self,
-        weights: Weights,
-        between: Callable[[], None] | None = None,
-        model: Path | None = None,
+        self, weights: Weights, between: Callable[[], None] | None = None, model: Path | None = None
     ) -> None:
         self.weights = weights
         self.between = between

@@ -49,11 +49,7 @@ class StandInJob:
         self.directory = folder / "run"
         self.config = write_config(
             folder,
-            run={
-                "directory": str(self.directory),
-                "steps": steps,
-                "max_restarts": max_restarts,
-            },
+            run={"directory": str(self.directory), "steps": steps, "max_restarts": max_restarts},
             model={"hf_checkpoint": str(self._model())},
             parallel=parallel or {"world_size": 2},
             rollout=SMALL_ROLLOUTS | (rollout or {}),

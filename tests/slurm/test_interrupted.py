@@ -89,11 +89,7 @@ class Demo:
 
 @pytest.mark.parametrize(
     ("shown", "how", "code"),
-    [
-        ("Slurm starts", CTRL_C, 130),
-        ("Slurm starts", signal.SIGTERM, 143),
-        (FOLLOWED, CTRL_C, 130),
-    ],
+    [("Slurm starts", CTRL_C, 130), ("Slurm starts", signal.SIGTERM, 143), (FOLLOWED, CTRL_C, 130)],
 )
 def test_it_ends_in_order_and_leaves_nothing(tmp_path, shown, how, code):
     write_material(tmp_path)

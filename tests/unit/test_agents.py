@@ -594,10 +594,7 @@ def test_a_session_has_one_key_and_one_model():
         ({"tool_choice": "none", "tools": [TOOL]}, 'tool_choice: got "none"'),
         ({"max_tokens": 0}, r"max_completion_tokens: got \[0\]"),
         ({"messages": []}, "messages: got none"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "image_url",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ({"messages": [{"content": "3"}]}, "role and content"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
@@ -689,10 +686,7 @@ def test_fields_are_ignored_where_the_options_say_so():
         ([user("3+5"), {"role": "assistant", "content": "9"}, user("sure?")], "message 1: got"),
         ([user("3+5")], "message 1: got null, expected .*assistant"),
         ([user("3+5"), "said"], "others .*message 1"),
-        (
-            [user("3+5"), "said", {"role": "assistant", "content": "9"}, user("x")],
-            "of others",
-        ),
+        ([user("3+5"), "said", {"role": "assistant", "content": "9"}, user("x")], "of others"),
     ],
 )
 def test_a_history_that_no_branch_has_is_refused_where_there_may_be_no_more(messages, message):

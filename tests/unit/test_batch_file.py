@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from megatron_dppo.data.batch_file import (
-    BatchFormatError,
-    SavedBatch,
-    load_batch,
-    save_batch,
-)
+from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, load_batch, save_batch
 from megatron_dppo.data.trajectory import Trajectory
 from tests.messages import mentioning
 from tests.trajectories import same
@@ -135,8 +130,7 @@ def test_the_order_in_memory_does_not_matter(tmp_path):
 def test_a_file_with_one_expert_twice_is_refused(tmp_path):
     save_batch(tmp_path, 2, [trajectory(0, [7, 8], routed_experts=np.ones((2, 4, 2), np.uint8))])
     with pytest.raises(
-        BatchFormatError,
-        match=mentioning("response 0", "problem 10", "routed_experts"),
+        BatchFormatError, match=mentioning("response 0", "problem 10", "routed_experts")
     ):
         load_batch(tmp_path, 2)
 

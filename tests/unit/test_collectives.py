@@ -33,10 +33,7 @@ def test_a_fault_in_the_code_leaves_its_traceback(caplog, failure, text, has_tra
     def fail() -> None:
         raise failure
 
-    with (
-        caplog.at_level(logging.ERROR),
-        pytest.raises(CheckpointError) as caught,
-    ):
+    with caplog.at_level(logging.ERROR), pytest.raises(CheckpointError) as caught:
         on_every_rank(fail, error=CheckpointError)
     assert str(caught.value) == text
     tracebacks = [record.exc_text or "" for record in caplog.records if record.exc_info]

@@ -47,10 +47,7 @@ def problems(tmp_path):
         tables = config.megatron, config.megatron_ddp, config.megatron_optimizer
         sections = ServerSections.of(config)
         starts_servers = config.engine.servers_to_start > 0
-        faults = [
-            *library_faults(*tables),
-            *server_faults(sections, starts_servers=starts_servers),
-        ]
+        faults = [*library_faults(*tables), *server_faults(sections, starts_servers=starts_servers)]
         try:
             check_config(config)
         except ConfigError as error:
@@ -578,10 +575,7 @@ def test_forwarded_tables_that_fit(problems):
 
 
 def test_megatron_gets_its_own_types():
-    values = library_values(
-        MEGATRON,
-        {"attention_backend": "flash", "init_method_std": 0},
-    )
+    values = library_values(MEGATRON, {"attention_backend": "flash", "init_method_std": 0})
     assert isinstance(values["attention_backend"], Enum)
     assert values["attention_backend"].name == "flash"
     assert values["init_method_std"] == 0

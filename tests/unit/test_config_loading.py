@@ -213,10 +213,7 @@ def test_an_unknown_key_that_resembles_nothing(load):
             "data.evaluation=3",
             "data.evaluation: got 3 (int), expected a table of name: text or a table",
         ),
-        (
-            "data.train=3",
-            "data.train: got 3 (int), expected text or a list, each item a table",
-        ),
+        ("data.train=3", "data.train: got 3 (int), expected text or a list, each item a table"),
         (
             "data.train=[{path: a}, {path: b, weight: 0}]",
             "data.train[1].weight: got 0 (int), expected a number > 0 or null",
@@ -256,25 +253,13 @@ def test_a_broken_override_value(load):
 @pytest.mark.parametrize(
     ("text", "values"),
     [
-        (
-            "run: {}\nmodel: {}\nrun: {}\n",
-            ("config.yaml:3:1", "'run'", 1, 3),
-        ),
-        (
-            "run:\n  seed: 1\n  seed: 2\n",
-            ("config.yaml:3:3", "'seed'", 2, 3),
-        ),
+        ("run: {}\nmodel: {}\nrun: {}\n", ("config.yaml:3:1", "'run'", 1, 3)),
+        ("run:\n  seed: 1\n  seed: 2\n", ("config.yaml:3:3", "'seed'", 2, 3)),
         ("run: {1: 2}\n", ("'1'", "text", "quotes")),
-        (
-            "- run\n",
-            ("['run'] (list)", "run", "model"),
-        ),
+        ("- run\n", ("['run'] (list)", "run", "model")),
         ("", ("null", "run", "model")),
         ("run: [1\n", ("config.yaml:2:1", "YAML")),
-        (
-            "run: !!python/object:os.system {}\n",
-            ("YAML", "constructor"),
-        ),
+        ("run: !!python/object:os.system {}\n", ("YAML", "constructor")),
     ],
 )
 def test_files_that_are_no_configuration(tmp_path, text, values):
@@ -293,10 +278,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("text", "values"),
     [
         (BOMB, ("config.yaml:5:4", "YAML", 100_000)),
-        (
-            "a: &a {x: 1}\n" + "b: {<<: [" + "*a, " * 60_000 + "]}\n",
-            ("YAML", 100_000),
-        ),
+        ("a: &a {x: 1}\n" + "b: {<<: [" + "*a, " * 60_000 + "]}\n", ("YAML", 100_000)),
         ("a: &a [*a]\n", ("config.yaml:1:4", "YAML", "alias")),
         ("a: &a {b: {c: *a}}\n", ("YAML", "alias")),
         ("a: " + "[" * 5000, ("YAML", "nested")),

@@ -107,10 +107,7 @@ def test_recorded_routing_is_laid_out_where_its_tokens_are(share: TokenShare) ->
         trajectory([1, 2], [3, 4, 5], routed_experts=expert_numbers(5)),
         trajectory([1], [2] * 8, routed_experts=expert_numbers(9)),
     ]
-    multiples = {
-        "sequence_multiple": share.sequence_multiple,
-        "pad_multiple": share.pad_multiple,
-    }
+    multiples = {"sequence_multiple": share.sequence_multiple, "pad_multiple": share.pad_multiple}
     whole = pack(sequences, **multiples)
     part = pack(sequences, **multiples, input_rows=share.rows)
     rows = share.rows(whole.cu_seqlens)

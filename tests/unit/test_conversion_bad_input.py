@@ -14,11 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader, write_hf_checkpoint
-from megatron_dppo.checkpoint_conversion.streaming import (
-    hf_to_megatron,
-    megatron_to_hf,
-    verify,
-)
+from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.model.errors import CheckpointError, ModelError
 from megatron_dppo.model.families import load_model_shape
 from tests.tiny_models import save_tiny_model
@@ -282,15 +278,11 @@ def test_damaged_torch_dist_checkpoints_are_refused(moe, tmp_path):
         verify(moe, tmp_path / "m")
     other = save_tiny_model(tmp_path / "other", "qwen3_moe", layers=4, hidden=128)
     hf_to_megatron(other, tmp_path / "m2")
-    with pytest.raises(
-        CheckpointError,
-        match=r"hidden_size 128 \(config.json: 64\)",
-    ):
+    with pytest.raises(CheckpointError, match=r"hidden_size 128 \(config.json: 64\)"):
         verify(moe, tmp_path / "m2")
     (tmp_path / "m2" / "conversion.json").unlink()
     with pytest.raises(
-        CheckpointError,
-        match=r"word_embeddings.weight .*\(512, 128\), .*\(512, 64\)",
+        CheckpointError, match=r"word_embeddings.weight .*\(512, 128\), .*\(512, 64\)"
     ):
         verify(moe, tmp_path / "m2")
 
@@ -299,16 +291,8 @@ def test_damaged_torch_dist_checkpoints_are_refused(moe, tmp_path):
     ("stored", "asked", "message"),
     [
         ({"layers": 4}, {"layers": 3}, "layers or experts"),
-        (
-            {"tied": False},
-            {"tied": True},
-            "output_layer.weight",
-        ),
-        (
-            {"family": "qwen3"},
-            {"family": "llama"},
-            "q_layernorm.weight",
-        ),
+        ({"tied": False}, {"tied": True}, "output_layer.weight"),
+        ({"family": "qwen3"}, {"family": "llama"}, "q_layernorm.weight"),
     ],
 )
 def test_what_the_model_of_config_json_lacks_is_not_left_behind(tmp_path, stored, asked, message):

@@ -14,11 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dppo.checkpoint_conversion.certificate import load_certificate
-from megatron_dppo.checkpoint_conversion.streaming import (
-    hf_to_megatron,
-    megatron_to_hf,
-    verify,
-)
+from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 from megatron_dppo.convert import main
 from megatron_dppo.model.errors import CheckpointError, MismatchError

@@ -27,12 +27,7 @@ from megatron_dppo.model.gather_plan import (
     node_receivers,
 )
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import (
-    Segment,
-    engine_parameters,
-    hf_tensors,
-    local_parameters,
-)
+from megatron_dppo.model.mapping import Segment, engine_parameters, hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import engine_vocabulary
 from tests.messages import mentioning

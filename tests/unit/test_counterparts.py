@@ -23,11 +23,7 @@ def test_every_row_names_a_key_that_exists():
         assert (
             key in paths
             or section == "sglang"
-            or (section, name in OPTIONS)
-            == (
-                "algorithm.options",
-                True,
-            )
+            or (section, name in OPTIONS) == ("algorithm.options", True)
         )
         assert row.names, row.key
 

@@ -544,8 +544,7 @@ def test_a_kernel_that_leaves_out_a_part_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "signed"),
-    [(0, 0), (0x7FFFFFFF, 2**31 - 1), (0x80000000, -(2**31)), (0xFFFFFFFF, -1)],
+    ("value", "signed"), [(0, 0), (0x7FFFFFFF, 2**31 - 1), (0x80000000, -(2**31)), (0xFFFFFFFF, -1)]
 )
 def test_factors_are_numbers_that_int32_holds(value: int, signed: int) -> None:
     assert hashing._signed(value) == signed

@@ -47,9 +47,7 @@ QK = engine_row(
     ("self_attn.k_proj.weight", ("kv", "hidden")),
 )
 V = engine_row(
-    "self_attn.v_proj.weight",
-    splits.column_parallel,
-    ("self_attn.v_proj.weight", ("kv", "hidden")),
+    "self_attn.v_proj.weight", splits.column_parallel, ("self_attn.v_proj.weight", ("kv", "hidden"))
 )
 GATE = "model.layers.{}.mlp.gate.weight"
 ONE_PLUS = "model.layers.{}.input_layernorm.gemma_weight"

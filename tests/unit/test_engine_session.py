@@ -42,11 +42,7 @@ class Small:
     """A session of rank 0 with one ``SmallServer``, which is in the record of the fleet."""
 
     def __init__(
-        self,
-        folder: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        trainer: Any = None,
-        **engine: object,
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, trainer: Any = None, **engine: object
     ) -> None:
         self.runner = AsyncRunner()
         self.server = self.runner.run(SmallServer("engine0").start())

@@ -303,10 +303,7 @@ def test_a_response_whose_reward_cannot_be_had_is_replaced_by_another(tmp_path: 
 
 
 def test_a_run_ends_where_replacements_have_no_reward_either(tmp_path: Path) -> None:
-    with pytest.raises(
-        RewardUnavailableError,
-        match=r"1 responses .*reward unlucky: .*\(after 1 ",
-    ):
+    with pytest.raises(RewardUnavailableError, match=r"1 responses .*reward unlucky: .*\(after 1 "):
         generate_with_replacements(["a", "bad", "c", "bad"], tmp_path, rounds=1)
 
 

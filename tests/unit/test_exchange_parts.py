@@ -9,14 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_dppo.data.columns import (
-    Column,
-    Form,
-    ReadBy,
-    Rows,
-    has_repeats,
-    usable_rows,
-)
+from megatron_dppo.data.columns import Column, Form, ReadBy, Rows, has_repeats, usable_rows
 from megatron_dppo.data.trajectory import Outline, Trajectory
 from megatron_dppo.loop.exchange import (
     ColumnPart,

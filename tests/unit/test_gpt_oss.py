@@ -32,11 +32,7 @@ from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.running_server import check_layout, check_placement
 from megatron_dppo.model.adapters import module_groups
 from megatron_dppo.model.errors import CheckpointError, ProofError, UnsupportedModelError
-from megatron_dppo.model.families import (
-    load_model_shape,
-    missing_engine_keys,
-    unknown_key_warnings,
-)
+from megatron_dppo.model.families import load_model_shape, missing_engine_keys, unknown_key_warnings
 from megatron_dppo.model.gather_plan import gather_plan
 from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults
 from megatron_dppo.model.mapping import EngineLayout, Segment, engine_parameters

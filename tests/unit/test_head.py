@@ -4,12 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dppo.vocab_parallel.head import (
-    HeadFactor,
-    HeadOptions,
-    dense_head_stats,
-    head_stats,
-)
+from megatron_dppo.vocab_parallel.head import HeadFactor, HeadOptions, dense_head_stats, head_stats
 from tests.messages import mentioning
 
 T, H, COLUMNS, V, K = 37, 16, 120, 113, 4

@@ -119,10 +119,7 @@ def test_a_certificate_holds_for_its_address_alone(server: tuple[int, Path]) -> 
 
 @pytest.mark.parametrize("trusted", [True, False])
 def test_the_router_sends_to_it_too_where_it_is_told_of_the_authority(
-    server: tuple[int, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    trusted: bool,
+    server: tuple[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
 ) -> None:
     port, authority = server
     monkeypatch.setattr(router_link, "_REGISTRATION_SECONDS", 10.0 if trusted else 2.0)

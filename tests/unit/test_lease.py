@@ -304,8 +304,7 @@ def test_a_succeeded_start_is_fenced_and_its_heartbeat_changes_nothing(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{}", '{"nonce": "../../../etc"}', json.dumps({"nonce": 3}), "\udcff"],
+    "content", ["", "[]", "{}", '{"nonce": "../../../etc"}', json.dumps({"nonce": 3}), "\udcff"]
 )
 def test_a_damaged_lease_is_refused_and_fences(tmp_path: Path, content: str) -> None:
     (tmp_path / "lease.json").write_bytes(content.encode(errors="surrogateescape"))

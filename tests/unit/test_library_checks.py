@@ -146,13 +146,7 @@ def test_a_reward_model_without_its_tokenizer_is_refused(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "..os:X",
-        f"{BROKEN}:X",
-        "sys:exit",
-        "tests.unit.planted_rewards:FailingToStart",
-    ],
+    "name", ["..os:X", f"{BROKEN}:X", "sys:exit", "tests.unit.planted_rewards:FailingToStart"]
 )
 def test_what_is_no_reward_is_refused_by_its_name(tmp_path, name):
     (fault,) = faults_of(tmp_path, reward={"name": name})

@@ -176,11 +176,7 @@ def test_stages_of_different_sizes_must_leave_equal_shares_to_the_others(sizes, 
         (
             10,
             {"pipeline": 3, "virtual_pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 4},
-            [
-                [range(1), range(5, 6)],
-                [range(1, 3), range(6, 8)],
-                [range(3, 5), range(8, 10)],
-            ],
+            [[range(1), range(5, 6)], [range(1, 3), range(6, 8)], [range(3, 5), range(8, 10)]],
         ),
     ],
 )

@@ -75,10 +75,7 @@ def parse_response(tokens: list[int], values: list[list[float]]) -> Trajectory:
 
 
 def batch() -> list[Trajectory]:
-    return [
-        parse_response([7, 8], [[0.5, 1.5], [2.5, 3.5]]),
-        parse_response([9], [[4.5, 5.5]]),
-    ]
+    return [parse_response([7, 8], [[0.5, 1.5], [2.5, 3.5]]), parse_response([9], [[4.5, 5.5]])]
 
 
 PACKED = [

@@ -17,10 +17,7 @@ from tests.trajectories import trajectory as sample
 
 def test_entry_t_concerns_the_next_token_of_the_same_sequence():
     batch = pack(
-        [
-            sample([11, 12, 13], [21, 22], advantage=2.0),
-            sample([14], [23, 24, 25], advantage=-1.0),
-        ],
+        [sample([11, 12, 13], [21, 22], advantage=2.0), sample([14], [23, 24, 25], advantage=-1.0)],
         indices=[7, 3],
         pad_multiple=4,
     )

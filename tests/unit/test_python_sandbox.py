@@ -23,11 +23,7 @@ from megatron_dppo.environments.sandbox import (
     denied_numbers,
     filter_program,
 )
-from megatron_dppo.environments.workers import (
-    EnvironmentPool,
-    EnvironmentSpec,
-    RemoteEnvironment,
-)
+from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec, RemoteEnvironment
 from tests.messages import mentioning
 from tests.patience import Patience, family_of, happens, own_patience
 

@@ -20,11 +20,7 @@ from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatr
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 from megatron_dppo.data.problems import embedding_rows
 from megatron_dppo.model.errors import UnsupportedModelError
-from megatron_dppo.model.families import (
-    load_model_shape,
-    missing_engine_keys,
-    unknown_key_warnings,
-)
+from megatron_dppo.model.families import load_model_shape, missing_engine_keys, unknown_key_warnings
 from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults
 from megatron_dppo.model.mapping import EngineLayout, carried_names, engine_parameters
 from megatron_dppo.model.resharding import prove_resharding

@@ -33,11 +33,7 @@ def test_k3_by_hand():
         ("k1-on-policy", [math.log(2), -math.log(2), 0], [math.log(2), -math.log(2), 0]),
         ("k2", [math.log(2) ** 2 / 2] * 2 + [0], [math.log(2), -math.log(2), 0]),
         ("k3-on-policy", [math.log(2) - 0.5, 1 - math.log(2), 0], [math.log(2), -math.log(2), 0]),
-        (
-            "reverse-k3-on-policy",
-            [0.5 - math.log(2) / 2, 2 * math.log(2) - 1, 0],
-            [0.5, -1.0, 0],
-        ),
+        ("reverse-k3-on-policy", [0.5 - math.log(2) / 2, 2 * math.log(2) - 1, 0], [0.5, -1.0, 0]),
     ],
 )
 def test_the_other_estimators_by_hand(name, value, slope):

@@ -142,9 +142,7 @@ def batch(*routed: Any, pad_multiple: int = 1, input_rows: Any = None) -> Packed
     return pack(samples, pad_multiple=pad_multiple, input_rows=input_rows)
 
 
-def model_replay(
-    chunks: Sequence[Any],
-) -> ModelReplay:
+def model_replay(chunks: Sequence[Any]) -> ModelReplay:
     topology: Any = SimpleNamespace(tp_size=1, tp_rank=0)
     return ModelReplay(chunks, SHAPE, topology, share=TokenShare(), device=CPU)
 

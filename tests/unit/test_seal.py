@@ -17,13 +17,7 @@ from safetensors.numpy import load, save
 
 from megatron_dppo.algorithms.advantages import group_relative, turn_relative
 from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, load_batch, save_batch
-from megatron_dppo.data.seal import (
-    Origin,
-    Seal,
-    SealError,
-    advantage_faults,
-    row_digest,
-)
+from megatron_dppo.data.seal import Origin, Seal, SealError, advantage_faults, row_digest
 from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet.generation import SamplingSeeds

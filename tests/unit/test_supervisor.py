@@ -450,11 +450,7 @@ def test_a_dead_engine_is_started_again(start):
 
 
 def test_restarts_are_bounded(start):
-    run = start(
-        RANK + SLEEP,
-        HEALTHY + "wait_published(); sys.exit('exhausted')",
-        max_restarts=2,
-    )
+    run = start(RANK + SLEEP, HEALTHY + "wait_published(); sys.exit('exhausted')", max_restarts=2)
     run.wait_until(run.family)
     family = run.family()
     assert run.end() == 1

@@ -293,10 +293,7 @@ SUMMARY = {
         ({"steps": 39, "eval_accuracy_end": 0.4}, [None, None, True, True, True]),
         ({"mean_abs_prob_gap": 2e-4}, [True, None, False, True, True]),
         ({"weight_updates_verified": 40}, [True, None, True, False, True]),
-        (
-            {"weight_updates": 40, "weight_updates_verified": 40},
-            [True, None, True, False, True],
-        ),
+        ({"weight_updates": 40, "weight_updates_verified": 40}, [True, None, True, False, True]),
         ({"hf_export_max_logprob_diff": None}, [True, None, True, True, False]),
     ],
 )

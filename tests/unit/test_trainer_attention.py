@@ -31,8 +31,7 @@ def attend_one_by_one(q, k, v, bounds, scale):
 
 
 @pytest.mark.parametrize(
-    "lengths",
-    [[1], [5, 5, 5], [3, 40, 1, 130, 66, 65, 7, 33], [64, 32, 16, 8, 4, 2, 1], [2, 0, 3]],
+    "lengths", [[1], [5, 5, 5], [3, 40, 1, 130, 66, 65, 7, 33], [64, 32, 16, 8, 4, 2, 1], [2, 0, 3]]
 )
 def test_values_and_gradients_equal_one_sequence_at_a_time(lengths: list[int]) -> None:
     torch.manual_seed(0)

@@ -109,10 +109,7 @@ def test_turns_end_to_end_are_the_whole_conversation(name, role):
         text = said.strip() if published.trims else said
         sampled = sampled_after(tokenizer, whole, published.begin + text, published.ends.get(role))
         ids += [*sampled, *turns.delta(sampled, observation)]
-        messages += [
-            {"role": "assistant", "content": said},
-            {"role": role, "content": observation},
-        ]
+        messages += [{"role": "assistant", "content": said}, {"role": role, "content": observation}]
         whole = conversation(name, messages)
         assert ids == ids_of(tokenizer, whole)
 

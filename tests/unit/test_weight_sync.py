@@ -531,8 +531,7 @@ def test_closing_waits_for_the_strategy_unless_it_must_not(
 
 
 @pytest.mark.parametrize(
-    ("rank", "sender", "connects"),
-    [(0, 0, True), (0, 1, True), (1, 1, True), (1, 0, False)],
+    ("rank", "sender", "connects"), [(0, 0, True), (0, 1, True), (1, 1, True), (1, 0, False)]
 )
 def test_rank_0_and_who_sends_connect_to_the_engines(
     rank: int, sender: int, connects: bool

@@ -31,12 +31,7 @@ from megatron_dppo.metrics import records
 from tools.faults.chaos import LiveRun, empty_folder, make_material, report_faults
 
 SHORT_STEPS = {
-    "rollout": {
-        "prompts_per_step": 2,
-        "group_size": 2,
-        "max_response_tokens": 8,
-        "save": False,
-    },
+    "rollout": {"prompts_per_step": 2, "group_size": 2, "max_response_tokens": 8, "save": False},
     "training": {"prompts_per_mini_batch": 2},
     "checkpoint": {"every": 100},
 }

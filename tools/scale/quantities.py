@@ -126,9 +126,7 @@ SECTIONS: dict[str, tuple[ComputedRow, ...]] = {
         ComputedRow("Top-K a step, on the wire", _columns("topk_wire"), "planner/batch_memory.py"),
         ComputedRow("on the wire over in memory", _received, "of routing and Top-K together"),
         ComputedRow(
-            "a rank holds of a batch",
-            _columns_of_a_rank,
-            "ids, masks and columns of its replica",
+            "a rank holds of a batch", _columns_of_a_rank, "ids, masks and columns of its replica"
         ),
         ComputedRow(
             "host memory a node, columns",

@@ -274,10 +274,7 @@ def _router(s: LocalSizes) -> float:
 
 
 def with_adapters(
-    trained_layer: LayerBytes,
-    s: LocalSizes,
-    trainer: TrainerFacts,
-    number: int = 0,
+    trained_layer: LayerBytes, s: LocalSizes, trainer: TrainerFacts, number: int = 0
 ) -> LayerBytes:
     """Return the bytes of layer ``number`` with frozen weights and adapters.
 
@@ -329,9 +326,7 @@ def with_adapters(
 
 
 def _linears_of_layer(
-    trainer: TrainerFacts,
-    adapters: Adapters,
-    number: int,
+    trainer: TrainerFacts, adapters: Adapters, number: int
 ) -> list[AdaptedLinear]:
     """Return the adapted linears of layer ``number`` on the first rank of its stage.
 
@@ -425,10 +420,7 @@ def layer_bytes(trainer: TrainerFacts, busiest: float = 1.0, number: int = 0) ->
 
 
 def activation_bytes(
-    trainer: TrainerFacts,
-    stage: int,
-    topk: int = 0,
-    busiest: float = BUSIEST_RANK,
+    trainer: TrainerFacts, stage: int, topk: int = 0, busiest: float = BUSIEST_RANK
 ) -> ActivationBytes:
     """Return the bytes of activations on each rank of ``stage``, for micro-batches of ``trainer.tokens`` tokens.
 

@@ -36,11 +36,7 @@ _ITEM = 2
 
 
 def network_seconds(
-    shape: ModelShape,
-    engine: EngineFacts,
-    cluster: Cluster,
-    tokens: float,
-    sampled_tokens: float,
+    shape: ModelShape, engine: EngineFacts, cluster: Cluster, tokens: float, sampled_tokens: float
 ) -> float:
     """Return the seconds of the collectives between nodes in one forward pass over ``tokens`` tokens.
 

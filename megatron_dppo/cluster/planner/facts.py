@@ -151,11 +151,7 @@ def _moe_layers(shape: ModelShape, layers: Iterable[int]) -> int:
     return sum(layer in shape.moe_layers for layer in layers)
 
 
-def _counts_on_a_rank(
-    rules: Iterable[tuple[Rule, int]],
-    shape: ModelShape,
-    ranks: int,
-) -> Counts:
+def _counts_on_a_rank(rules: Iterable[tuple[Rule, int]], shape: ModelShape, ranks: int) -> Counts:
     """Return (elements on one rank, count) for each rule; ``ranks`` ranks divide the rule's parameter."""
     counts: list[tuple[int, int]] = []
     for rule, count in rules:

@@ -125,9 +125,7 @@ def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
         mean_response=min(facts.rollout.mean_response, evaluation.longest_response),
     )
     evaluation_facts = replace(
-        facts,
-        rollout=rollout,
-        schedule=replace(facts.schedule, drains=True),
+        facts, rollout=rollout, schedule=replace(facts.schedule, drains=True)
     )
     return generation_seconds(evaluation_facts, cluster).total
 

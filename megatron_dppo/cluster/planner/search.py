@@ -260,11 +260,7 @@ def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
 
 
 def _with_layout(
-    question: Question,
-    sizes: LayoutSizes,
-    recompute: str,
-    servers: int,
-    engine_tensor: int,
+    question: Question, sizes: LayoutSizes, recompute: str, servers: int, engine_tensor: int
 ) -> Question:
     """Return the question with another layout in its recipe."""
     config = question.config

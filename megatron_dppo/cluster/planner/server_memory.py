@@ -49,12 +49,7 @@ class EngineBytes:
 
 
 @cache
-def weight_bytes(
-    shape: ModelShape,
-    layout: EngineLayout,
-    *,
-    quantized: bool = False,
-) -> int:
+def weight_bytes(shape: ModelShape, layout: EngineLayout, *, quantized: bool = False) -> int:
     """Return the bytes of the weights of one tensor-parallel rank, summed over all pipeline stages.
 
     The weights are bf16, except tensors that the family always keeps in another dtype. With ``quantized``, linear
@@ -145,10 +140,7 @@ def chunk_tokens(engine: EngineFacts, device: devices.Device) -> int:
 
 
 def engine_bytes(
-    shape: ModelShape,
-    engine: EngineFacts,
-    rollout: RolloutFacts,
-    device: devices.Device,
+    shape: ModelShape, engine: EngineFacts, rollout: RolloutFacts, device: devices.Device
 ) -> EngineBytes:
     """Return the bytes on one GPU of a server, and the sequences that run on the server at once.
 

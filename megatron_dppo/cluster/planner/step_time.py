@@ -311,8 +311,7 @@ def head_flops(trainer: TrainerFacts, rollout: RolloutFacts) -> HeadFlops:
     # The real products are products * response_share + recomputed_share. ``products`` are counted, and subtracted.
     training_products = products * (response_share - 1) + recomputed_share
     return HeadFlops(
-        forward=product_flops * (response_share - 1),
-        training=product_flops * training_products,
+        forward=product_flops * (response_share - 1), training=product_flops * training_products
     )
 
 

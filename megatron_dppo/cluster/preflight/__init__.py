@@ -54,9 +54,7 @@ _COLUMNS = ("node", "GPUs", "memory", "/dev/shm", "run dir", "interface", "all-r
 
 
 def collect_evidence(
-    needs: Needs,
-    meeting: Meeting,
-    skipped: Collection[str] = (),
+    needs: Needs, meeting: Meeting, skipped: Collection[str] = ()
 ) -> dict[str, dict[str, Any]]:
     """Collect this node's evidence by check, without the ``skipped`` checks. A check that fails has only ``error``."""
     evidence: dict[str, dict[str, Any]] = {}
@@ -73,9 +71,7 @@ def collect_evidence(
 
 
 def judge(
-    evidence: Mapping[str, Mapping[str, Evidence]],
-    needs: Needs,
-    hosts: Sequence[str],
+    evidence: Mapping[str, Mapping[str, Evidence]], needs: Needs, hosts: Sequence[str]
 ) -> list[Finding]:
     """Return every finding, sorted by host.
 

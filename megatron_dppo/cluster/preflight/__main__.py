@@ -68,10 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _judge_one_machine(
-    host: str,
-    evidence: Mapping[str, Evidence],
-    needs: Needs,
-    folder: Path,
+    host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Path
 ) -> int:
     findings = judge({host: evidence}, needs, [host])
     write_verdict(folder, findings)
@@ -80,10 +77,7 @@ def _judge_one_machine(
 
 
 def _judge_node_of_step(
-    host: str,
-    evidence: Mapping[str, Evidence],
-    needs: Needs,
-    folder: Path,
+    host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Path
 ) -> int:
     """Judge this node by its own evidence and by the evidence of the nodes that have finished."""
     earlier_evidence = read_evidence(folder, [path.stem for path in folder.glob("*.json")])
@@ -118,9 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add_config_arguments(parser)
     parser.add_argument("--gpus", type=count_or_zero, help="GPUs that the run uses on each node")
     parser.add_argument(
-        "--nodes",
-        type=positive_count,
-        help="nodes that take part (default: tasks of the step)",
+        "--nodes", type=positive_count, help="nodes that take part (default: tasks of the step)"
     )
     parser.add_argument(
         "--port",
@@ -130,11 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         help="port that must be free",
     )
     parser.add_argument(
-        "--skip",
-        action="append",
-        default=[],
-        choices=list(CHECKS),
-        help="leave a check out",
+        "--skip", action="append", default=[], choices=list(CHECKS), help="leave a check out"
     )
     parser.add_argument(
         "--timeout", type=positive_number, default=60.0, help="seconds to wait for other nodes"

@@ -97,9 +97,7 @@ def _run_processes(environment: Mapping[str, str], first_rank: int, count: int) 
             ranks = {"RANK": str(first_rank + index), "LOCAL_RANK": str(index)}
             with path.open("wb") as file:
                 process = start_process(
-                    command,
-                    environment={**environment, **ranks},
-                    output=file.fileno(),
+                    command, environment={**environment, **ranks}, output=file.fileno()
                 )
                 processes.append(process)
         failed_index = _first_failure(processes)

@@ -267,10 +267,7 @@ def read_evidence(folder: Path, hosts: Iterable[str]) -> dict[str, dict[str, Evi
 
 
 def too_little(
-    subject: str,
-    values: Mapping[str, int],
-    required: int,
-    unit: str,
+    subject: str, values: Mapping[str, int], required: int, unit: str
 ) -> Iterator[Finding]:
     """Yield a finding for each host that has less than ``required``. With the unit ``GiB``, values are bytes."""
     expectation = f"at least {_amount(required, unit)}"

@@ -49,11 +49,7 @@ def _query(program: str) -> str:
     command = [program, query, "--format=csv,noheader,nounits"]
     try:
         completed = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_SMI_S,
-            check=False,
+            command, capture_output=True, text=True, timeout=_SMI_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise CheckError(f"nvidia-smi does not answer within {_SMI_S:.0f} s") from error

@@ -217,10 +217,7 @@ def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
 
 
 def _judge_pin(
-    host: str,
-    role: str,
-    versions: Mapping[str, str | None],
-    requirement: Requirement,
+    host: str, role: str, versions: Mapping[str, str | None], requirement: Requirement
 ) -> Iterator[Finding]:
     version = versions.get(requirement.name)
     subject = f"{role}'s {requirement.name}"

@@ -11,13 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.cluster.preflight.evidence import (
-    CheckError,
-    Evidence,
-    Finding,
-    Needs,
-    Site,
-)
+from megatron_dppo.cluster.preflight.evidence import CheckError, Evidence, Finding, Needs, Site
 from megatron_dppo.cluster.preflight.machine import inspect_python
 from megatron_dppo.config import TrainConfig
 from megatron_dppo.config.machine import Machine

@@ -339,12 +339,7 @@ class Rehearsal:
             raise ConfigError(faults, str(self.recipe))
 
     def _inputs(
-        self,
-        config: TrainConfig,
-        model: Path,
-        problems: Problems,
-        *,
-        has_own_tokenizer: bool,
+        self, config: TrainConfig, model: Path, problems: Problems, *, has_own_tokenizer: bool
     ) -> RehearsalInputs:
         servers = config.engine.servers_to_start
         if self.options.on_nodes is None:
@@ -420,16 +415,8 @@ class Rehearsal:
         last = rehearsal_config.run.steps
         runs: list[attempts.RehearsalRun] = []
         run_plans = (
-            (
-                f"start, train, be stopped after step {STOP_AFTER}",
-                STOP_AFTER,
-                _first_phases,
-            ),
-            (
-                "start again, resume, train, evaluate, export, compare",
-                None,
-                _resumed_phases(last),
-            ),
+            (f"start, train, be stopped after step {STOP_AFTER}", STOP_AFTER, _first_phases),
+            ("start again, resume, train, evaluate, export, compare", None, _resumed_phases(last)),
         )
         for label, stop_after, phase_of in run_plans:
             with self.phases.phase(label):

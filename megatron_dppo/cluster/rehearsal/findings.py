@@ -15,11 +15,7 @@ from megatron_dppo.metrics.verdict import VerdictRow
 
 
 def findings(
-    config: TrainConfig,
-    summary: Mapping[str, Any],
-    records: Sequence[Record],
-    *,
-    was_resumed: bool,
+    config: TrainConfig, summary: Mapping[str, Any], records: Sequence[Record], *, was_resumed: bool
 ) -> list[VerdictRow]:
     """Compare the results of a finished rehearsal with the bounds that every healthy run keeps.
 

@@ -63,10 +63,7 @@ def _with_fewer_ranks(sizes: LayoutSizes) -> LayoutSizes:
             smaller = replace(smaller, **{name: size // factor})
         if smaller.pipeline == 1:
             smaller = replace(
-                smaller,
-                virtual_pipeline=None,
-                first_stage_layers=None,
-                last_stage_layers=None,
+                smaller, virtual_pipeline=None, first_stage_layers=None, last_stage_layers=None
             )
         if smaller.tensor == 1:
             smaller = replace(smaller, sequence=None)

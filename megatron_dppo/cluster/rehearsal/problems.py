@@ -17,13 +17,7 @@ from megatron_dppo.config.data_schema import (
     RewardConfig,
 )
 from megatron_dppo.data.problems import DataKeys, PromptForm, load_problems, read_problems
-from megatron_dppo.data.records import (
-    EVERY_COLUMN,
-    DataError,
-    prompt_of,
-    read_all_records,
-    text_of,
-)
+from megatron_dppo.data.records import EVERY_COLUMN, DataError, prompt_of, read_all_records, text_of
 from megatron_dppo.environments import example_metadata
 
 if TYPE_CHECKING:
@@ -146,20 +140,12 @@ def _shortest_rows(key: str, file: ProblemFile, count: int) -> list[Mapping[str,
 
 
 def _longest_prompt(
-    key: str,
-    path: Path,
-    file: ProblemFile,
-    tokenizer: PreTrainedTokenizerBase,
-    form: PromptForm,
+    key: str, path: Path, file: ProblemFile, tokenizer: PreTrainedTokenizerBase, form: PromptForm
 ) -> int:
     """Return the tokens of the longest prompt in the written file. Raises DataError that begins with ``key``."""
     try:
         problems = load_problems(
-            path,
-            tokenizer,
-            max_prompt_tokens=_ANY_LENGTH,
-            form=form,
-            keys_of=DataKeys.of(file),
+            path, tokenizer, max_prompt_tokens=_ANY_LENGTH, form=form, keys_of=DataKeys.of(file)
         ).problems
     except DataError as error:
         raise DataError(f"{key}: {error}; {path} holds rows of {file.path}") from error

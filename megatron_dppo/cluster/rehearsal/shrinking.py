@@ -102,8 +102,7 @@ NO_TOKENIZER = "no tokenizer in it; a byte-level one replaces it"
 
 
 def changed_values(
-    config: TrainConfig,
-    rehearsal_config: TrainConfig,
+    config: TrainConfig, rehearsal_config: TrainConfig
 ) -> dict[str, tuple[Any, Any]]:
     """Return the keys whose values differ, each with the recipe's value and the rehearsal's value."""
     recipe_tables = config.model_dump()
@@ -343,9 +342,7 @@ def omissions(
 
 
 def _replaced_parts(
-    config: TrainConfig,
-    parallel: ParallelConfig,
-    inputs: RehearsalInputs,
+    config: TrainConfig, parallel: ParallelConfig, inputs: RehearsalInputs
 ) -> Iterator[Omission]:
     recipe_ranks = config.parallel.world_size
     if config.parallel.sizes != parallel.sizes:

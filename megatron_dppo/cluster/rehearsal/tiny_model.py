@@ -110,11 +110,7 @@ def _read(folder: Path) -> KnownModel:
 
 
 def tiny_sizes(
-    layout: LayoutSizes,
-    shape: ModelShape,
-    longest: int,
-    *,
-    all_to_all: bool = False,
+    layout: LayoutSizes, shape: ModelShape, longest: int, *, all_to_all: bool = False
 ) -> TinySizes:
     """Return the smallest sizes that the ranks of ``layout`` divide evenly.
 
@@ -180,10 +176,7 @@ _KERNEL_ROWS = 128
 
 
 def sizes_for_kernels(
-    sizes: TinySizes,
-    layout: LayoutSizes,
-    shape: ModelShape,
-    server_ranks: int,
+    sizes: TinySizes, layout: LayoutSizes, shape: ModelShape, server_ranks: int
 ) -> TinySizes:
     """Return ``sizes`` with widths that GPU kernels support, and heads that servers of ``server_ranks`` ranks divide.
 
@@ -215,10 +208,7 @@ def sizes_for_kernels(
 
 
 def sizes_for_blocks(
-    sizes: TinySizes,
-    layout: LayoutSizes,
-    shape: ModelShape,
-    server_ranks: int,
+    sizes: TinySizes, layout: LayoutSizes, shape: ModelShape, server_ranks: int
 ) -> TinySizes:
     """Return ``sizes`` for FP8 weights: each of ``server_ranks`` ranks has whole blocks of 128 x 128 elements."""
     wide_sizes = sizes_for_kernels(sizes, layout, shape, server_ranks)

@@ -49,12 +49,7 @@ class Decision:
 
 
 def decide(
-    outcome: Outcome,
-    *,
-    finished: bool,
-    cancelled: bool,
-    fruitless_starts: int,
-    max_failures: int,
+    outcome: Outcome, *, finished: bool, cancelled: bool, fruitless_starts: int, max_failures: int
 ) -> Decision:
     """Decide whether the run is over after a start, and whether its job starts again.
 

@@ -60,12 +60,7 @@ class ContainerConfig(Section):
         return folders
 
     def form(
-        self,
-        folder: str,
-        *,
-        server: bool,
-        flags: Sequence[str] = (),
-        prologue: str = "",
+        self, folder: str, *, server: bool, flags: Sequence[str] = (), prologue: str = ""
     ) -> StepForm:
         """Return the form of the steps that run in this container.
 
@@ -210,10 +205,7 @@ class SiteConfig(Section):
     def form(self, folder: str, *, server: bool) -> StepForm:
         """Return the form of steps in ``folder``. ``server``: whether they run servers and router instead of ranks."""
         return self.container.form(
-            folder,
-            server=server,
-            flags=self.srun_flags,
-            prologue=self.prologue,
+            folder, server=server, flags=self.srun_flags, prologue=self.prologue
         )
 
     def devices(self, environment: Mapping[str, str]) -> int:

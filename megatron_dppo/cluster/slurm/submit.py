@@ -213,10 +213,7 @@ def node_faults(nodes: int, partition: Mapping[str, str] | None) -> Iterator[str
 
 
 def environment_faults(
-    strategy: str,
-    site: SiteConfig,
-    flags: Sequence[str],
-    environment: Mapping[str, str],
+    strategy: str, site: SiteConfig, flags: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[str]:
     """Report environment variables with which the run's steps on GPUs can't work.
 
@@ -267,11 +264,7 @@ def _shell_faults(site: SiteConfig) -> Iterator[str]:
         command = ["bash", "-n"]
         # With -n, bash parses the lines without running them.
         parsed = subprocess.run(
-            command,
-            input=site.prologue,
-            capture_output=True,
-            text=True,
-            check=False,
+            command, input=site.prologue, capture_output=True, text=True, check=False
         )
         if parsed.returncode:
             message = parsed.stderr.strip().splitlines()[0]
@@ -643,9 +636,7 @@ def _waiting_faults(directory: Path) -> Iterator[str]:
 
 
 def _checked(
-    config: TrainConfig,
-    site: SiteConfig,
-    options: argparse.Namespace,
+    config: TrainConfig, site: SiteConfig, options: argparse.Namespace
 ) -> tuple[Submission | None, str, list[str]]:
     """Return the submission, a line about its memory, and every fault.
 

@@ -68,11 +68,7 @@ from megatron_dppo.system.processes import (
     start_process,
     tail,
 )
-from megatron_dppo.system.secret_variables import (
-    hide_secrets,
-    split_environment,
-    without_secrets,
-)
+from megatron_dppo.system.secret_variables import hide_secrets, split_environment, without_secrets
 
 log = logging.getLogger(__name__)
 

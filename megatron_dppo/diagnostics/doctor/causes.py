@@ -184,10 +184,7 @@ BLOCK_FAULTS: tuple[tuple[str, BlocksOf], ...] = (
 
 
 def alternatives_of_version(
-    run: SampledRun,
-    reference: Reference,
-    version: int,
-    other: Reference,
+    run: SampledRun, reference: Reference, version: int, other: Reference
 ) -> list[Alternative]:
     """Return the alternatives that need weights of another version; ``other`` is the model of ``version``."""
     all_weights = partial(Reference.tensors_from, other=other, part="")

@@ -98,12 +98,7 @@ class RankTensors:
     """
 
     def __init__(
-        self,
-        held: HeldTensors,
-        rank: int,
-        folder: Path,
-        shape: ModelShape,
-        dtype: torch.dtype,
+        self, held: HeldTensors, rank: int, folder: Path, shape: ModelShape, dtype: torch.dtype
     ) -> None:
         self._rank = rank
         self._table = EngineTensors(
@@ -186,10 +181,7 @@ def tensor_faults(
 
 
 def _block_differences(
-    engine_tensor: str,
-    held_blocks: Tensor,
-    own: RankTensors,
-    others: Mapping[int, RankTensors],
+    engine_tensor: str, held_blocks: Tensor, own: RankTensors, others: Mapping[int, RankTensors]
 ) -> Iterator[tuple[str, _PartDifference]]:
     """Yield the Hugging Face tensors of an engine tensor whose blocks differ, each with its difference."""
     kind = _SCALES if engine_tensor.endswith(SCALE_SUFFIX) else _VALUES
@@ -235,10 +227,7 @@ def _block_differences(
 
 
 def _moved(
-    held_grid: Tensor,
-    is_different: Tensor,
-    name: str,
-    place_of: Mapping[float, Block],
+    held_grid: Tensor, is_different: Tensor, name: str, place_of: Mapping[float, Block]
 ) -> str | None:
     """Return in words which block is in which wrong place; None if a differing block is not in ``place_of``."""
     sources: dict[tuple[int, int], Block] = {}

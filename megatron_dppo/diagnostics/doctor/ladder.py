@@ -206,10 +206,7 @@ def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> 
 
 
 def log_probs_of(
-    trainer: Trainer,
-    micro_batch_tokens: int,
-    rung: Rung,
-    batch: Sequence[Trajectory],
+    trainer: Trainer, micro_batch_tokens: int, rung: Rung, batch: Sequence[Trajectory]
 ) -> Tensor:
     """Compute log pi of all response tokens, float64 [tokens], with the rung's temperature and routing."""
     unused_columns = ["topk_ids", "topk_log_probs"]
@@ -330,12 +327,7 @@ def _share(part: float, total: float) -> str:
     return ""
 
 
-COLOURS = {
-    "sampling transform": ORANGE,
-    "staleness": VERMILION,
-    "routing": PINK,
-    "numerics": BLUE,
-}
+COLOURS = {"sampling transform": ORANGE, "staleness": VERMILION, "routing": PINK, "numerics": BLUE}
 SMALLEST_GAP = 1e-9
 """Smaller gaps are drawn at this value, because a logarithmic axis has no zero."""
 NARROWEST_RATIO = 1.001
@@ -443,20 +435,14 @@ def _draw_gap(axes: Axes, log_mu: np.ndarray, log_pi: np.ndarray, mean: float) -
     _density(axes, log_mu, gap, "log")
     (line,) = axes.plot(*_percentile(log_mu, gap, 99), color=GREEN, label="99th percentile")
     mean_line = axes.axhline(
-        max(mean, SMALLEST_GAP),
-        color=VERMILION,
-        ls="--",
-        label=f"mean {mean:.1e}",
+        max(mean, SMALLEST_GAP), color=VERMILION, ls="--", label=f"mean {mean:.1e}"
     )
     _finish(axes, "|pi - mu|, the token's TV", "probability")
     axes.legend(handles=[line, mean_line], frameon=False, fontsize=SMALL, loc="best")
 
 
 def _density(
-    axes: Axes,
-    log_mu: np.ndarray,
-    values: np.ndarray,
-    scale: Literal["log", "linear"],
+    axes: Axes, log_mu: np.ndarray, values: np.ndarray, scale: Literal["log", "linear"]
 ) -> None:
     """Draw the density of tokens as hexagons, darker for more tokens."""
     axes.hexbin(
@@ -473,9 +459,7 @@ def _density(
 
 
 def _percentile(
-    log_mu: np.ndarray,
-    values: np.ndarray,
-    percent: float,
+    log_mu: np.ndarray, values: np.ndarray, percent: float
 ) -> tuple[list[float], list[float]]:
     """Return points of a percentile of ``values`` against mu, one for each group of tokens with similar mu.
 

@@ -171,9 +171,7 @@ class Reference(Policy):
         return self._changed(".experts.", mixed)
 
     def _changed(
-        self,
-        part: str,
-        change: Callable[[Tensor], Tensor],
+        self, part: str, change: Callable[[Tensor], Tensor]
     ) -> AbstractContextManager[None]:
         """Apply ``change`` to the tensors whose names contain ``part``."""
         tensors = [tensor for name, tensor in self.tensors.items() if part in name]
@@ -186,11 +184,7 @@ class Reference(Policy):
 
     @contextmanager
     def rounded(
-        self,
-        part: str = "",
-        *,
-        results: bool = True,
-        to: Callable[[Tensor], Tensor] | None = None,
+        self, part: str = "", *, results: bool = True, to: Callable[[Tensor], Tensor] | None = None
     ) -> Iterator[None]:
         """Round the inputs and weights of every linear, embedding and norm whose name contains ``part``.
 
@@ -398,12 +392,7 @@ def _set(target: Any, **values: Any) -> Iterator[None]:
             setattr(target, name, value)
 
 
-def _in_block_fp8(
-    weight: Tensor,
-    name: str,
-    expert: int,
-    blocks_of: BlocksOf | None,
-) -> Tensor:
+def _in_block_fp8(weight: Tensor, name: str, expert: int, blocks_of: BlocksOf | None) -> Tensor:
     blocks = quantize(weight)
     if blocks_of is not None:
         blocks = blocks_of(name, expert, blocks)

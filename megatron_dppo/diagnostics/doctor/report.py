@@ -17,31 +17,17 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import load_tokenizer
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.diagnostics.doctor import (
-    causes,
-    diagnosis,
-    engine_tensors,
-    sampling_evidence,
-)
+from megatron_dppo.diagnostics.doctor import causes, diagnosis, engine_tensors, sampling_evidence
 from megatron_dppo.diagnostics.doctor.causes import Alternative, SampledRun
 from megatron_dppo.diagnostics.doctor.diagnosis import Diagnosis, Side, TokenEvidence
-from megatron_dppo.diagnostics.doctor.engine_tensors import (
-    RankTensors,
-    TensorFault,
-    tensor_faults,
-)
+from megatron_dppo.diagnostics.doctor.engine_tensors import RankTensors, TensorFault, tensor_faults
 from megatron_dppo.diagnostics.doctor.ladder import Rung, log_probs_of, trainer_of
 from megatron_dppo.diagnostics.doctor.reference import KnownWeights, Reference
 from megatron_dppo.diagnostics.doctor.sampling import at_temperature
 from megatron_dppo.diagnostics.doctor.sampling_evidence import Draws
 from megatron_dppo.diagnostics.explain.__main__ import show as show_table
 from megatron_dppo.diagnostics.explain.explanation import TokenTexts
-from megatron_dppo.diagnostics.pages import (
-    ResponseText,
-    SummaryTable,
-    TokenSpan,
-    render_page,
-)
+from megatron_dppo.diagnostics.pages import ResponseText, SummaryTable, TokenSpan, render_page
 from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.loop.gap_guard import is_coarse
 from megatron_dppo.loop.inputs import RunData
@@ -99,9 +85,7 @@ class DoctorReport:
         missing_sides = " and ".join(
             side for side in self.unexamined if side in ("engine", "trainer")
         )
-        return [
-            f"{' and '.join(examined)}: nothing is wrong; the {missing_sides} was not examined",
-        ]
+        return [f"{' and '.join(examined)}: nothing is wrong; the {missing_sides} was not examined"]
 
     @property
     def all_facts(self) -> list[str]:
@@ -179,10 +163,7 @@ class Doctor:
     """Examine a batch with the known weights of its run. Each reference model is loaded when it is first needed."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        batch: Sequence[Trajectory],
-        weights: KnownWeights,
+        self, config: TrainConfig, batch: Sequence[Trajectory], weights: KnownWeights
     ) -> None:
         self._config = config
         self._batch = batch
@@ -333,10 +314,7 @@ class Doctor:
         return side_diagnosis
 
     def _side_scores(
-        self,
-        side: Side,
-        *,
-        every: bool,
+        self, side: Side, *, every: bool
     ) -> tuple[list[Tensor], dict[str, list[Tensor]], list[Alternative]]:
         """Return the log p that a side should have, log p by each alternative's name, and the alternatives.
 
@@ -462,9 +440,7 @@ class Doctor:
         return self._scores[key]
 
     def _other_version_scores(
-        self,
-        reference: Reference,
-        version: int,
+        self, reference: Reference, version: int
     ) -> tuple[list[Alternative], dict[str, list[Tensor]]]:
         """Return the alternatives with weights of another ``version``, and log p by each.
 
@@ -476,20 +452,14 @@ class Doctor:
         return [replace(c, change=causes.unchanged) for c in alternatives], by_name
 
     def _score(
-        self,
-        reference: Reference,
-        name: str,
-        some_alternatives: Sequence[Alternative],
+        self, reference: Reference, name: str, some_alternatives: Sequence[Alternative]
     ) -> dict[str, list[Tensor]]:
         """Compute log p of the batch by each alternative; the progress bar shows ``name``."""
         with progress(f"scoring by {name}", len({c.change for c in some_alternatives})) as bar:
             return diagnosis.scores(reference, some_alternatives, self._batch, bar.advance)
 
     def _test_layout(
-        self,
-        side_diagnosis: Diagnosis,
-        side: Side,
-        plain: Sequence[Tensor],
+        self, side_diagnosis: Diagnosis, side: Side, plain: Sequence[Tensor]
     ) -> Diagnosis:
         """Return ``side_diagnosis`` with the cause ``layout`` if the trainer in one process agrees with the reference.
 

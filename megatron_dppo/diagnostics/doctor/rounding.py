@@ -49,10 +49,7 @@ def activations_in_block_fp8(model: nn.Module) -> Iterator[None]:
 
 
 def _experts_of_rounded_inputs(
-    experts: Any,
-    hidden: Tensor,
-    indices: Tensor,
-    weights: Tensor,
+    experts: Any, hidden: Tensor, indices: Tensor, weights: Tensor
 ) -> Tensor:
     """Compute the forward pass of transformers' experts. Round the activations before each of the two products."""
     outputs = torch.zeros_like(hidden)

@@ -243,10 +243,7 @@ class Policy:
         disable_progress_bar()
         self.folder = folder
         self._model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
+            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
         ).eval()
         self.vocab_size = int(self._model.config.vocab_size)
 
@@ -357,10 +354,7 @@ def _with_recomputed(trajectory: Trajectory, log_recomputed: Tensor | None) -> T
 
 
 def _with_topk(
-    trajectory: Trajectory,
-    algorithm: Algorithm,
-    vocab_size: int,
-    log_recomputed: Tensor | None,
+    trajectory: Trajectory, algorithm: Algorithm, vocab_size: int, log_recomputed: Tensor | None
 ) -> Trajectory:
     """Return ``trajectory`` with a TopK(mu) of sufficient K: the engine's, or else one from ``log_recomputed`` [N, V].
 

@@ -9,12 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from megatron_dppo.diagnostics.explain.explanation import Response, Token, compared_metrics
-from megatron_dppo.diagnostics.pages import (
-    ResponseText,
-    SummaryTable,
-    TokenSpan,
-    render_page,
-)
+from megatron_dppo.diagnostics.pages import ResponseText, SummaryTable, TokenSpan, render_page
 from megatron_dppo.metrics.sums import MetricSums, means
 from megatron_dppo.metrics.table import METRICS
 
@@ -76,13 +71,7 @@ def counts_table(name: str, tokens: Sequence[Token]) -> SummaryTable:
         negative_count = sum(t.advantage < 0 for t in group)
         share = f"{len(group) / len(tokens):.2%}"
         rows.append(
-            (
-                verdict.meaning,
-                str(positive_count),
-                str(negative_count),
-                str(len(group)),
-                share,
-            )
+            (verdict.meaning, str(positive_count), str(negative_count), str(len(group)), share)
         )
     note = "A: advantage of the token; share: of all tokens here."
     return SummaryTable("Tokens", ("", "A > 0", "A < 0", "all", "share"), rows, note)
@@ -99,9 +88,7 @@ def metrics_table(responses: Iterable[Response]) -> SummaryTable:
 
 
 def frequent_table(
-    title: str,
-    tokens: Sequence[Token],
-    is_chosen: Callable[[Token], bool],
+    title: str, tokens: Sequence[Token], is_chosen: Callable[[Token], bool]
 ) -> SummaryTable:
     """Return the table of the most frequent token ids among the tokens that ``is_chosen`` accepts.
 

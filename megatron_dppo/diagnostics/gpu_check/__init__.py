@@ -182,11 +182,7 @@ def policy_config(checkpoint: Path, dtype: str, **sections: Mapping[str, Any]) -
 
 
 def random_batch(
-    vocab: int,
-    lengths: list[int],
-    *,
-    pad_multiple: int = 1,
-    sequence_multiple: int = 1,
+    vocab: int, lengths: list[int], *, pad_multiple: int = 1, sequence_multiple: int = 1
 ) -> PackedBatch:
     """Return a micro-batch of sequences of random tokens. The first token of each sequence is the prompt.
 
@@ -201,11 +197,7 @@ def random_batch(
         tokens = [rng.randrange(vocab) for _ in range(length)]
         mu = {"rollout_log_probs": [-8.0] * (length - 1)}
         return Trajectory.of_response(
-            tokens[:1],
-            tokens[1:],
-            problem_id=number,
-            advantage=(-1.0) ** number,
-            columns=mu,
+            tokens[:1], tokens[1:], problem_id=number, advantage=(-1.0) ** number, columns=mu
         )
 
     sequences = [sequence(i, length) for i, length in enumerate(lengths)]

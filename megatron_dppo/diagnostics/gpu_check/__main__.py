@@ -94,13 +94,7 @@ class MachineCheck:
         number = f"[{len(self._results) + 1}/{self.count}]"
         print(f"{number} {part.name}, at most {limit:.0f} s: {part.shows}", flush=True)
         result = run_part(
-            part,
-            folder,
-            self.gpus,
-            limit,
-            _print_row,
-            self.options.parts,
-            self.options.set,
+            part, folder, self.gpus, limit, _print_row, self.options.parts, self.options.set
         )
         # A part that runs a second time has a name of its own, which is also its folder's.
         result.name = folder.name

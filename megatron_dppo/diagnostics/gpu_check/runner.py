@@ -94,10 +94,7 @@ def run_part(
 
 
 def _receive_rows(
-    worker: WorkerProcess,
-    deadline: float,
-    result: PartResult,
-    on_row: Callable[[CheckRow], None],
+    worker: WorkerProcess, deadline: float, result: PartResult, on_row: Callable[[CheckRow], None]
 ) -> None:
     """Ask the worker for its rows, one at a time. Raises TimeoutError at the deadline, and WorkerLostError."""
     while True:

@@ -12,11 +12,7 @@ from megatron_dppo.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.table import ENGINE_WHOLE_VOCABULARY
-from megatron_dppo.diagnostics.mask_benchmark.meters import (
-    Clock,
-    Collectives,
-    counted_collectives,
-)
+from megatron_dppo.diagnostics.mask_benchmark.meters import Clock, Collectives, counted_collectives
 from megatron_dppo.diagnostics.mask_benchmark.rank_bench import RankBench, median_iqr
 from megatron_dppo.vocab_parallel import PolicyStats, policy_stats
 
@@ -213,10 +209,7 @@ def _never(name: str, topk: int) -> dict[str, float | int]:
     return options
 
 
-def _overheads(
-    runs: list[dict[str, float]],
-    unmasked: list[dict[str, float]],
-) -> dict[str, float]:
+def _overheads(runs: list[dict[str, float]], unmasked: list[dict[str, float]]) -> dict[str, float]:
     """Return the row's times: an update compared with the update without a mask, repetition by repetition."""
     unmasked_ms = statistics.median(run["total"] for run in unmasked)
     overheads: list[float] = []

@@ -28,10 +28,7 @@ class Clock:
     def read(self) -> tuple[float, float]:
         """Return the wall-clock milliseconds, and the CPU milliseconds of all threads of this process."""
         self._wait()
-        return (
-            (time.perf_counter() - self._wall) * 1e3,
-            (time.process_time() - self._cpu) * 1e3,
-        )
+        return ((time.perf_counter() - self._wall) * 1e3, (time.process_time() - self._cpu) * 1e3)
 
 
 def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:

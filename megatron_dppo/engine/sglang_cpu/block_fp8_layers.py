@@ -18,8 +18,7 @@ from megatron_dppo.model.quantization import BLOCK
 
 
 def dispatch_linear(
-    weight_block_size: Sequence[int] | None = None,
-    act_scale_ue8m0: bool = False,
+    weight_block_size: Sequence[int] | None = None, act_scale_ue8m0: bool = False
 ) -> Callable[..., Tensor]:
     """Return the function of a linear layer. Replaces SGLang's ``dispatch_w8a8_block_fp8_linear``.
 
@@ -85,10 +84,7 @@ def experts_output(layer: Any, x: Tensor, weights: Tensor, experts: Tensor) -> T
 
 
 def _product(
-    x: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    row_factors: Tensor | None = None,
+    x: Tensor, values: Tensor, scales: Tensor, row_factors: Tensor | None = None
 ) -> Tensor:
     """Return x W^T, multiplied by ``row_factors`` ``[rows, 1]``, in the dtype of ``x`` ``[rows, k]``."""
     # The weights are dequantised in each call: a copy that is kept would be stale after a weight update.

@@ -100,12 +100,7 @@ def gating(
 
 
 def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute one request token by token, in fp32.
 
@@ -183,13 +178,7 @@ def extend(
 
 
 def decode(
-    kernel: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    **options: Any,
+    kernel: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **options: Any
 ) -> Tensor:
     """Compute the next token of each request: [1, B, V, E]. Updates ``ssm_states`` of ``options``."""
     g, beta = gating(options["A_log"], a, b, options["dt_bias"])
@@ -200,12 +189,7 @@ def decode(
 
 
 def split_by_head(
-    qkvz: Tensor,
-    ba: Tensor,
-    key_heads: int,
-    value_heads: int,
-    key_size: int,
-    value_size: int,
+    qkvz: Tensor, ba: Tensor, key_heads: int, value_heads: int, key_size: int, value_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split two products that are ordered by key head.
 
@@ -225,12 +209,7 @@ def split_by_head(
 
 
 def split_by_section(
-    qkvz: Tensor,
-    ba: Tensor,
-    key_heads: int,
-    value_heads: int,
-    key_size: int,
-    value_size: int,
+    qkvz: Tensor, ba: Tensor, key_heads: int, value_heads: int, key_size: int, value_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the results of ``split_by_head`` from two products that are ordered by section.
 
@@ -254,12 +233,7 @@ class GatedHeadNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight * silu(gate) of each head, in fp32."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        *,
-        dtype: torch.dtype | None = None,
-        **_: Any,
+        self, hidden_size: int, eps: float = 1e-5, *, dtype: torch.dtype | None = None, **_: Any
     ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=dtype))

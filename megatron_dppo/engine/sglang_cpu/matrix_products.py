@@ -30,12 +30,7 @@ def blocked_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def blocked_addmm(
-    bias: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
+    bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
     """Compute beta bias + alpha a @ b by ``blocked_mm``."""
     product = blocked_mm(a, b)

@@ -7,10 +7,7 @@ from torch import Tensor
 
 
 def add_gated_shared_expert(
-    hidden_states: Tensor,
-    gate_weight: Tensor,
-    shared_output: Tensor,
-    final_hidden_states: Tensor,
+    hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor
 ) -> None:
     """Add sigmoid(h w) * shared to ``final_hidden_states`` in place; w [H], h and all other tensors [T, H]."""
     gate = torch.sigmoid(hidden_states @ gate_weight)

@@ -135,11 +135,7 @@ class CheckpointDirectory:
         return StoredCheckpoint(folder, step, serial)
 
     def publish(
-        self,
-        partial: StoredCheckpoint,
-        manifest: dict[str, Any],
-        *,
-        suspect: bool = False,
+        self, partial: StoredCheckpoint, manifest: dict[str, Any], *, suspect: bool = False
     ) -> Path:
         """Write the manifest and rename the folder to its final name.
 

@@ -183,9 +183,7 @@ class SaveTask:
         return {path.name: hashed.record, rng_file(rank): rng_record}, file.items
 
     def _write_headers(
-        self,
-        folder: Path,
-        items_of_ranks: list[list[StoredItem]] | None,
+        self, folder: Path, items_of_ranks: list[list[StoredItem]] | None
     ) -> dict[str, Any]:
         """Write the files that say where each block is stored; return their records by name."""
         assert items_of_ranks is not None, "global rank 0 has all ranks' items"

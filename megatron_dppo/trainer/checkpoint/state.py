@@ -361,10 +361,7 @@ def _regions(sharded: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, T
 
 
 def _blocks(
-    regions: list[tuple[int, TensorBlock]],
-    prefix: str,
-    values: Tensor,
-    start: int,
+    regions: list[tuple[int, TensorBlock]], prefix: str, values: Tensor, start: int
 ) -> Iterator[LocalBlock]:
     """Split ``values`` (1-D), the elements of a local tensor from ``start`` on, into blocks.
 
@@ -383,10 +380,7 @@ def _blocks(
         for box in flat_boxes(region.box.sizes, low - first_index, high - first_index):
             offsets = tuple(a + b for a, b in zip(region.box.offsets, box.offsets, strict=True))
             block = replace(
-                region,
-                key=prefix + region.key,
-                box=Box(offsets, box.sizes),
-                dtype=values.dtype,
+                region, key=prefix + region.key, box=Box(offsets, box.sizes), dtype=values.dtype
             )
             yield LocalBlock(block, values[offset : offset + box.elements].view(box.sizes))
             offset += box.elements

@@ -103,9 +103,7 @@ class CheckpointStore:
         self._published = published
         # The writing thread needs a separate group: its collectives must not mix with the collectives of training.
         self._group = dist.new_group(
-            backend="gloo",
-            timeout=COLLECTIVE_TIMEOUT,
-            group_desc=BACKGROUND,
+            backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc=BACKGROUND
         )
         self._copy = saving.HostCopy()
         self._thread = saving.SaveThread()
@@ -137,12 +135,7 @@ class CheckpointStore:
         return _STORED.dump_python(self._folders.begin(step), mode="json")
 
     def save(
-        self,
-        trainer: Trainer,
-        step: int,
-        state: dict[str, Any],
-        *,
-        suspect: bool = False,
+        self, trainer: Trainer, step: int, state: dict[str, Any], *, suspect: bool = False
     ) -> None:
         """Wait for the previous save, write and publish a checkpoint, then delete the oldest, so that ``keep`` remain.
 
@@ -349,10 +342,7 @@ def rng_state() -> dict[str, Any]:
     streams = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
         "python": [format_number, list(numbers), gauss],
-        "numpy": {
-            **numpy_state,
-            "state": {**twister_state, "key": twister_state["key"].tolist()},
-        },
+        "numpy": {**numpy_state, "state": {**twister_state, "key": twister_state["key"].tolist()}},
         "torch": _text(torch.get_rng_state()),
         "device": _text(megatron_random._get_cuda_rng_state()),
         "streams": {name: _text(state) for name, state in streams.items()},

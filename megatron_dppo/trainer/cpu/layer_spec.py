@@ -64,11 +64,7 @@ from megatron_dppo.trainer.rms_norm import rms_norm
 
 
 def packed_causal_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: PaddingPlan,
-    scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, plan: PaddingPlan, scale: float | None
 ) -> Tensor:
     """Compute softmax(q k^T * scale) v, causal within each sequence.
 
@@ -82,12 +78,7 @@ def packed_causal_attention(
         # [n, heads, longest, D]
         padded_q, padded_k, padded_v = (batch.pad(x).transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
-            padded_q,
-            padded_k,
-            padded_v,
-            is_causal=True,
-            scale=scale,
-            enable_gqa=True,
+            padded_q, padded_k, padded_v, is_causal=True, scale=scale, enable_gqa=True
         )
         outputs.append(out.transpose(1, 2).reshape(-1, q.shape[1], v.shape[2]))
     return torch.cat(outputs).index_select(0, plan.row_of_token)
@@ -208,10 +199,7 @@ class TorchAttention(MegatronModule):
         return self.softmax_offset.chunk(self.context_group.size())[self.context_group.rank()]
 
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple = (),
-        metadata: dict | None = None,
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         """Return the sinks as a sharded tensor: tensor-parallel ranks divide them, as in Transformer Engine."""
         if self.softmax_offset is None:
@@ -422,10 +410,7 @@ class ColumnGroupedLinear(torch.nn.Module):
         return torch.cat(outputs), biases
 
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple = (),
-        metadata: dict | None = None,
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         """Return one sharded tensor for each expert along an expert axis, as in Transformer Engine."""
         n = self.num_gemms
@@ -476,13 +461,10 @@ class TorchSpecProvider(LocalSpecProvider):
         return TorchAttention
 
     def grouped_mlp_modules(
-        self,
-        moe_use_grouped_gemm: bool,
-        moe_use_legacy_grouped_gemm: bool,
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
     ) -> tuple[type, MLPSubmodules]:
         return TEGroupedMLP, MLPSubmodules(
-            linear_fc1=ColumnGroupedLinear,
-            linear_fc2=RowGroupedLinear,
+            linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear
         )
 
 
@@ -505,10 +487,7 @@ def decoder_spec(
         delta_layers = config.linear_attention_freq
         is_delta = delta_layers is not None and bool(delta_layers[layer])
         layer_specs.append(_layer_spec(provider, config, is_moe=is_moe, is_delta=is_delta))
-    return TransformerBlockSubmodules(
-        layer_specs=layer_specs,
-        layer_norm=provider.layer_norm(),
-    )
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=provider.layer_norm())
 
 
 def _attention(provider: TorchSpecProvider, config: TransformerConfig) -> ModuleSpec:
@@ -560,9 +539,7 @@ def _layer_spec(
     if is_moe:
         pre_mlp_norm = norm
         mlp = get_moe_module_spec_for_backend(
-            provider,
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=True,
+            provider, num_experts=config.num_moe_experts, moe_grouped_gemm=True
         )
     else:
         pre_mlp_norm = IdentityOp

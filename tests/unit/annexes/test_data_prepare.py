@@ -275,14 +275,7 @@ VERL = r"Let's think step by step and output the final answer within \boxed{}."
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        DAPO_BEFORE + "q" + DAPO_AFTER,
-        f"q\n{QWEN}",
-        f"q {GSM8K}",
-        f"q {VERL}",
-        "q",
-    ],
+    "text", [DAPO_BEFORE + "q" + DAPO_AFTER, f"q\n{QWEN}", f"q {GSM8K}", f"q {VERL}", "q"]
 )
 def test_known_instructions_are_taken_away(text):
     assert bare_problem(text) == "q"

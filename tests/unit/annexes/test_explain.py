@@ -410,8 +410,7 @@ print(code, "torch" in sys.modules)
 
 
 @pytest.mark.parametrize(
-    "words",
-    [("explain",), ("doctor",), ("doctor", "--parts"), ("replay",), ("replay", "--derive")],
+    "words", [("explain",), ("doctor",), ("doctor", "--parts"), ("replay",), ("replay", "--derive")]
 )
 def test_a_run_without_batches_is_refused_before_torch_is_imported(words, tmp_path):
     command, *options = words

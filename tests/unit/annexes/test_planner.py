@@ -241,12 +241,7 @@ def test_batches_by_hand():
         counts["optimizer_steps"],
         counts["per_step"],
         counts["replica"],
-    ) == (
-        4096,
-        8,
-        512,
-        128,
-    )
+    ) == (4096, 8, 512, 128)
     assert counts["tokens"] == 4096 * 4000
     assert counts["micro_batches"] == round(128 * 4000 / (17408 * 0.9)) == 33
     assert counts["longest_tokens"] == 4096 * 17408

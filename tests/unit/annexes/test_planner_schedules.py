@@ -264,7 +264,7 @@ def test_the_command_tells_seconds_idle_placement_and_staleness(capsys, monkeypa
     assert command.main([*words, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["proposals"]
     assert {(row["placement"], row["staleness"]) for row in rows} == {
-        *(("separate", 0), ("separate", 1), ("colocated", 0)),
+        *(("separate", 0), ("separate", 1), ("colocated", 0))
     }
     assert all(0 < row["gpu_idle"] < 1 and row["seconds"] > 0 for row in rows)
 

@@ -234,11 +234,7 @@ def test_the_node_that_shares_no_folder_is_named_alone():
 
 
 def test_a_node_that_keeps_old_files_is_named():
-    evidence = {
-        "a": canary("abc", won=True),
-        "b": canary("abc", replaced="b"),
-        "c": canary("abc"),
-    }
+    evidence = {"a": canary("abc", won=True), "b": canary("abc", replaced="b"), "c": canary("abc")}
     assert [f.host for f in judge_shared_folder(evidence, NEEDS)] == ["b"]
 
 

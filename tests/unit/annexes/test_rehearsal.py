@@ -205,8 +205,7 @@ def test_the_tiny_model_has_no_key_that_its_family_does_not_read(folder, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("folder", "own_tokenizer"),
-    [("qwen3-1.7b-base", False), ("olmoe-1b-7b-0924-instruct", True)],
+    ("folder", "own_tokenizer"), [("qwen3-1.7b-base", False), ("olmoe-1b-7b-0924-instruct", True)]
 )
 def test_responses_of_the_tiny_model_end_by_themselves(folder, own_tokenizer, tmp_path):
     """A rehearsal's responses have at most 16 tokens, and a response that is cut off may have no reward."""
@@ -482,7 +481,7 @@ def test_the_table_of_recipes_names_results_and_what_was_not_run(tmp_path):
     assert [row[3] for row in rows].count("not run") == len(rehearsals.NAMES) - 1
     (row,) = (row for row in rows if row[3] != "not run")
     assert row[:7] == [
-        *("`qwen3_8b_base`", "DP8", "8", "failed: gradient norm", "60", "99", "0.00015"),
+        *("`qwen3_8b_base`", "DP8", "8", "failed: gradient norm", "60", "99", "0.00015")
     ]
     labels_not_run = {row[1] for row in rows if row[0] == "`qwen3_30b_a3b_base_r3`"}
     assert "PP2 VPP2 EP8 DP8, algorithm dppo-topk-tv, R3" in labels_not_run

@@ -43,10 +43,7 @@ def test_a_solution_that_disagrees_is_shown(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("reward", "solution", "cause"),
-    [
-        ("loop_on_request", "loop", "timed out"),
-        ("die_on_request", "die", "killed"),
-    ],
+    [("loop_on_request", "loop", "timed out"), ("die_on_request", "die", "killed")],
 )
 def test_a_check_without_a_score_is_neither_right_nor_wrong(
     tmp_path, capsys, reward, solution, cause

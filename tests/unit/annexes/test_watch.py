@@ -128,10 +128,7 @@ def test_what_is_told_of_a_run(tmp_path):
         assert mentions(finding, "50%", "10%")
         meanings = dict(state["names"])
         assert meanings["reward/mean"] == "mean reward of all generated groups"
-        assert state["axes"] == {
-            "rollout/truncated": [0, 1],
-            "evaluation/sums/accuracy": [0, 1],
-        }
+        assert state["axes"] == {"rollout/truncated": [0, 1], "evaluation/sums/accuracy": [0, 1]}
         assert state["bounds"] == {"rollout/truncated": METRICS["rollout/truncated"].normal.high}
         # The normal range ends below 1%, so the axis ends at 1%.
         assert METRICS["mask/masked_positive"].axis() == (0, 0.01)

@@ -39,13 +39,7 @@ from examples.arena.claims import (
 from examples.arena.lab import MU_BOUNDS, PROB_ERROR, RATIO_ERROR
 from examples.arena.mismatches import MISMATCHES, int4
 from examples.arena.run import cells_of, read_results, real_cells, survey_cells
-from examples.arena.significance import (
-    Difference,
-    holm,
-    pairs_to_decide,
-    sign_flip_p,
-    student_p,
-)
+from examples.arena.significance import Difference, holm, pairs_to_decide, sign_flip_p, student_p
 from megatron_dppo.algorithms.table import PRESETS, algorithm_facts
 from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
 from megatron_dppo.diagnostics.doctor.rounding import bfloat16, float8

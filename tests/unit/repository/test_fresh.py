@@ -206,11 +206,7 @@ def run_ci(folder: Path, **variables: str) -> tuple[str, list[str]]:
     environment = {k: v for k, v in os.environ.items() if k not in outer_variables}
     environment |= {"PATH": f"{folder}/bin:{os.environ['PATH']}"} | variables
     done = subprocess.run(
-        [folder / ".ci" / "run"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+        [folder / ".ci" / "run"], env=environment, capture_output=True, text=True, check=True
     )
     return done.stdout, (folder / "calls").read_text().splitlines()
 

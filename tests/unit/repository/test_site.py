@@ -13,13 +13,7 @@ import pytest
 
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.demo.material import ROOT as ROOT_OF_MATERIAL
-from megatron_dppo.demo.material import (
-    STAMP,
-    fingerprint,
-    make_data,
-    make_model,
-    trainer_overrides,
-)
+from megatron_dppo.demo.material import STAMP, fingerprint, make_data, make_model, trainer_overrides
 from megatron_dppo.diagnostics.report import write_report
 from tests.extras import environment_with
 from tests.patience import run_patiently

@@ -54,12 +54,7 @@ class KernelCase:
 
     @classmethod
     def drawn(
-        cls,
-        tokens: int,
-        vocab: int,
-        padding: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        cls, tokens: int, vocab: int, padding: int, dtype: torch.dtype, device: torch.device
     ) -> KernelCase:
         """Draw a case. Every machine and rank draws the same case."""
         import torch

@@ -23,11 +23,7 @@ from megatron_dppo.diagnostics.gpu_check import (
     run_command,
     tiny_model,
 )
-from megatron_dppo.diagnostics.gpu_check.runs import (
-    require_engine,
-    start_server,
-    tiny_run,
-)
+from megatron_dppo.diagnostics.gpu_check.runs import require_engine, start_server, tiny_run
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights, WireHeader
@@ -173,11 +169,7 @@ def colocated(bench: Bench) -> Iterator[CheckRow]:
     for strategy in ("tensor", "disk"):
         label_without_gpu, label_with_gpus = UPDATE_LABELS[strategy]
         label = label_with_gpus if bench.gpus else label_without_gpu
-        settings = [
-            "engine.placement=colocated",
-            "run.steps=2",
-            f"weight_sync.strategy={strategy}",
-        ]
+        settings = ["engine.placement=colocated", "run.steps=2", f"weight_sync.strategy={strategy}"]
         records = read_records(tiny_run(bench, strategy, dtype, settings))
         yield updates_row(label, records)
         yield gap_row(records[-1], dtype)
@@ -264,10 +256,7 @@ class InterruptedServer:
         engine = self.engine
         address = local_address(engine.url)
         group = BroadcastGroup(
-            ranks=engine.ranks,
-            address=address,
-            device=engine.device,
-            timeout_s=UPDATE_LIMIT_S,
+            ranks=engine.ranks, address=address, device=engine.device, timeout_s=UPDATE_LIMIT_S
         )
         try:
             where = (group.address, group.port, group.name, group.backend)
@@ -322,9 +311,7 @@ class InterruptedServer:
 
 
 def interrupted_rows(
-    server: InterruptedServer,
-    what: str,
-    signal_number: signal.Signals,
+    server: InterruptedServer, what: str, signal_number: signal.Signals
 ) -> Iterator[CheckRow]:
     """Send two buckets; during the second, the server gets the signal.
 

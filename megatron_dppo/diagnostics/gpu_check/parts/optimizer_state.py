@@ -64,9 +64,7 @@ def optimizer_state(bench: Bench) -> Iterator[CheckRow]:
 
 
 def _with_restart(
-    folder: Path,
-    options: Mapping[str, Any],
-    checkpoints: Path,
+    folder: Path, options: Mapping[str, Any], checkpoints: Path
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights of an uninterrupted trainer, and of a trainer that continues from its checkpoint."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
@@ -91,10 +89,7 @@ def _trainer(folder: Path, options: Mapping[str, Any]) -> Trainer:
     from megatron_dppo.trainer.trainer import Trainer
 
     config = policy_config(
-        folder,
-        "bfloat16",
-        optimizer={"lr": 1e-3, "distributed": True},
-        megatron_optimizer=options,
+        folder, "bfloat16", optimizer={"lr": 1e-3, "distributed": True}, megatron_optimizer=options
     )
     return Trainer(config)
 

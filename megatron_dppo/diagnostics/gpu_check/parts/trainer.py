@@ -101,11 +101,7 @@ def layers(bench: Bench) -> Iterator[CheckRow]:
 
 
 def _against(
-    label: str,
-    result: PassResult,
-    exact: PassResult,
-    logit_limit: float,
-    gradient_limit: float,
+    label: str, result: PassResult, exact: PassResult, logit_limit: float, gradient_limit: float
 ) -> Iterator[CheckRow]:
     logit_error = result.logit_error(exact)
     gradient_error = result.gradient_error(exact)
