@@ -95,9 +95,6 @@ def _section(figure: str) -> Iterator[str]:
 
 def _picture(figure: str) -> Iterator[str]:
     path = picture_of(figure)
-    if not path.is_file():
-        yield f'Not drawn yet from toy runs: `python -m examples.recipes.paper_figures "{figure}" --toy`.'
-        return
     yield f"![{figure}, from toy runs]({path.relative_to(PAGE.parent)})"
     yield ""
     yield f"*{_caption(figures()[figure]['experiments'])}*"

@@ -35,6 +35,10 @@ TOKENS_FILE = "tokens.csv"
 """Probabilities of the first batch's tokens, as ``megatron-dppo explain --csv`` names them."""
 
 
+RATES = {"moe": "3e-4", "long": "2e-4", "rare": "1e-3"}
+"""Task -> learning rate, as in the arena's claims."""
+
+
 @dataclass(frozen=True)
 class Toy:
     """What stands for an experiment: a task and a mismatch of the lab, and further overrides."""
@@ -107,7 +111,8 @@ def _train(run: ToyRun) -> None:
     """Train, and write the run's files. The metrics come last: with them the run counts as made."""
     torch.set_num_threads(1)
     task, mismatch = TASKS[run.toy.task](), MISMATCHES[run.toy.mismatch]
-    changes = [f"run.steps={STEPS}", *run.toy.changes, *run.words]
+    rate = f"optimizer.lr={RATES[run.toy.task]}"
+    changes = [f"run.steps={STEPS}", rate, *run.toy.changes, *run.words]
     lab = Lab(configured(task, mismatch, changes), task, mismatch)
     run.directory.mkdir(parents=True, exist_ok=True)
     _write_tokens(lab, run.directory / TOKENS_FILE)

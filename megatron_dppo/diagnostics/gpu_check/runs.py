@@ -13,22 +13,27 @@ from pathlib import Path
 
 from megatron_dppo import EXAMPLES
 from megatron_dppo.cluster.preflight.inspection import package_version
+from megatron_dppo.cluster.rehearsal.signal import TARGET
 from megatron_dppo.config import load_config
-from megatron_dppo.diagnostics.gpu_check import Bench, LackingError, must_run, tiny_model
+from megatron_dppo.diagnostics.gpu_check import Bench, CheckRow, LackingError, must_run, tiny_model
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import (
     RECORDS_FILE,
     Record,
     decode_records,
     last_step,
     read_lines,
+    series,
 )
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process
 
 RECIPE = str(EXAMPLES / "tiny_moe" / "config.yaml")
+WITH_GRADIENTS = (f"reward.name={TARGET}", "algorithm.truncated_responses=as-verified")
+"""Overrides that give a random model's responses different rewards. All of them may be wrong, and reach the limit."""
 _SMALL = (
     "parallel.world_size=1", "parallel.expert=1", "rollout.prompts_per_step=16",
     "training.prompts_per_mini_batch=8", "evaluation.every=1000", "data.evaluation={}",
@@ -65,12 +70,20 @@ def tiny_run(bench: Bench, name: str, dtype: Dtype, overrides: Sequence[str]) ->
             f"model.dtype={dtype}",
             f"data.train={material / 'train.jsonl'}",
             *_SMALL,
+            *WITH_GRADIENTS,
             *engine_overrides(bench.gpus),
             *overrides,
             *bench.overrides,
         ]
     )
     return directory
+
+
+def gradient_row(label: str, records: Sequence[Record]) -> CheckRow:
+    """Return a row that holds if every step of a run had a gradient."""
+    _, norms = series(records, metric_names.GRAD_NORM)
+    text = ", ".join(f"{norm:.2g}" for norm in norms) or "none"
+    return CheckRow(label, text, "above 0 in every step", bool(norms) and min(norms) > 0)
 
 
 def steps_without_checkpoint(arguments: Sequence[str], directory: Path, steps: int) -> list[Record]:

@@ -40,7 +40,7 @@ from megatron_dppo.diagnostics.gpu_check.parts.trainer import LENGTHS, PassResul
 from megatron_dppo.diagnostics.gpu_check.parts.trainer import _layout_row as layout_row
 from megatron_dppo.diagnostics.gpu_check.parts.trainer import _run_pass as run_pass
 from megatron_dppo.diagnostics.gpu_check.runner import run_part
-from megatron_dppo.diagnostics.gpu_check.runs import RECIPE, steps_without_checkpoint
+from megatron_dppo.diagnostics.gpu_check.runs import RECIPE, gradient_row, steps_without_checkpoint
 from megatron_dppo.metrics import table as names
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.toolkit import TORCH_LAYERS_VARIABLE
@@ -414,6 +414,13 @@ def test_routing_must_be_recorded_for_every_token_and_mostly_agree():
     worse = {names.ROUTING_UNRECORDED: 0.01, names.ROUTING_AGREEMENT_FIRST: 0.74}
     assert [row.holds for row in routing_rows(worse)] == [False, False]
     assert [row.measured for row in routing_rows({})] == ["not recorded", "not recorded"]
+
+
+@pytest.mark.parametrize(("norms", "holds"), [((0.2, 0.1), True), ((0.2, 0.0), False), ((), False)])
+def test_a_run_without_a_gradient_in_a_step_is_told(norms, holds):
+    records = [{"step": 0}]
+    records += [{"step": step, names.GRAD_NORM: norm} for step, norm in enumerate(norms, 1)]
+    assert gradient_row("gradient norm", records).holds is holds
 
 
 def test_the_numerics_are_judged_and_other_parts_of_the_mismatch_told():

@@ -40,7 +40,9 @@ def test_each_figure_has_its_recipes_commands_and_picture(name):
         assert run.command in section
     if "panels" in figures()[name]:
         assert f'python -m examples.recipes.paper_figures "{name}"' in section
-        assert "from toy runs" in section
+        picture = paper_page.picture_of(name)
+        assert picture.is_file()
+        assert f"({picture.relative_to(paper_page.PAGE.parent)})" in section
 
 
 def test_every_run_of_a_figure_has_a_folder_of_its_own():

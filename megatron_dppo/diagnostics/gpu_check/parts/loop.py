@@ -23,7 +23,12 @@ from megatron_dppo.diagnostics.gpu_check import (
     run_command,
     tiny_model,
 )
-from megatron_dppo.diagnostics.gpu_check.runs import require_engine, start_server, tiny_run
+from megatron_dppo.diagnostics.gpu_check.runs import (
+    gradient_row,
+    require_engine,
+    start_server,
+    tiny_run,
+)
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights, WireHeader
@@ -79,6 +84,7 @@ def r3(bench: Bench) -> Iterator[CheckRow]:
     records = read_records(run)
     yield from routing_rows(records[1])
     yield gap_row(records[1], "bfloat16")
+    yield gradient_row("gradient norm", records)
     yield updates_row("weight updates", records)
 
 
@@ -173,6 +179,7 @@ def colocated(bench: Bench) -> Iterator[CheckRow]:
         records = read_records(tiny_run(bench, strategy, dtype, settings))
         yield updates_row(label, records)
         yield gap_row(records[-1], dtype)
+        yield gradient_row(f"{label}: gradient norm", records)
         yield turns_row(f"{label}: a step in turns", records[-1])
 
 

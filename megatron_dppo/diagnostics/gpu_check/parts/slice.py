@@ -16,12 +16,13 @@ from megatron_dppo import EXAMPLES
 from megatron_dppo.cluster.planner.devices import Cluster, Device, gib
 from megatron_dppo.cluster.planner.facts import facts_of
 from megatron_dppo.cluster.planner.run_plan import RunPlan, device_here, plan_run
-from megatron_dppo.cluster.rehearsal.signal import TARGET
 from megatron_dppo.config import load_config
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.diagnostics.gpu_check import Bench, CheckRow, part, random_model
 from megatron_dppo.diagnostics.gpu_check.runs import (
     RECIPE,
+    WITH_GRADIENTS,
+    gradient_row,
     require_engine,
     steps_without_checkpoint,
 )
@@ -46,10 +47,8 @@ _SMALL_BATCH = (
     "training.prompts_per_mini_batch=2", "training.micro_batch_tokens=1024",
 )  # fmt: skip
 _RUN = (
-    "model.dtype=bfloat16", f"reward.name={TARGET}", "optimizer.lr=1e-6", "evaluation.every=1000",
-    "data.evaluation={}", "checkpoint.every=1000", "checkpoint.keep_responses=false", "run.steps=1000",
-    # A random model's responses reach the limit. Rewards that are all 0 would leave the trainer without gradients.
-    "algorithm.truncated_responses=as-verified",
+    "model.dtype=bfloat16", "optimizer.lr=1e-6", "evaluation.every=1000", "data.evaluation={}",
+    "checkpoint.every=1000", "checkpoint.keep_responses=false", "run.steps=1000", *WITH_GRADIENTS,
 )  # fmt: skip
 FP8 = "engine.quantization=fp8"
 R3 = "rollout.router_replay=true"
@@ -126,6 +125,7 @@ def _depth_rows(
         except RuntimeError as error:
             yield CheckRow(label, str(error), f"{STEPS} steps", False)
             continue
+        yield gradient_row(f"{label}: gradient norm", records)
         figures = mean_figures(records)
         plan = None
         if device is not None:
