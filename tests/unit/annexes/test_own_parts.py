@@ -24,6 +24,7 @@ from megatron_dppo.metrics.step_table import NormalityCheck
 from megatron_dppo.metrics.sums import means
 from megatron_dppo.system import plugins
 from tests.messages import mentioning
+from tests.metric_tables import restored_metrics
 from tests.unit.config_files import minimal
 
 NUMBERS = itertools.count()
@@ -46,8 +47,6 @@ def halved(**changes):
 @pytest.fixture
 def plant(monkeypatch):
     """Return a function that makes an object the attribute ROW of an importable module, and returns its target."""
-    tables = (table.METRICS, table.BY_METRIC)
-    saved = [dict(rows) for rows in tables]
 
     def add(row):
         # A row is imported once in a process, so every row has a module of its own.
@@ -57,10 +56,8 @@ def plant(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
         return f"{name}:ROW"
 
-    yield add
-    for rows, saved_rows in zip(tables, saved, strict=True):
-        rows.clear()
-        rows.update(saved_rows)
+    with restored_metrics():
+        yield add
 
 
 def tokens():
