@@ -67,8 +67,8 @@ def fault_of(name: str) -> str | None:
             if module_name.startswith(missing_name):
                 continue
             return f"{module_name} can't be imported: {error}"
-        except ImportError as error:
-            return f"{module_name} can't be imported: {error}"
+        except Exception as error:  # a hook of this package that does not fit raises any error
+            return f"{module_name} can't be imported: {type(error).__name__}: {error}"
         for attribute in parts[count:]:
             if not hasattr(value, attribute):
                 return f"{module_name} has no {'.'.join(parts[count:])}"

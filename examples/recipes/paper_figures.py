@@ -94,20 +94,22 @@ def draw(figure: str, rows: Rows, steps: int, path: Path) -> None:
             elif column == 0 and len(rows) > 1:
                 place.set_ylabel(title, fontsize=7)
             place.tick_params(labelsize=7)
-    _draw_legend(canvas, next(iter(rows.values())))
+    _draw_legend(canvas, next(iter(rows.values())), columns=min(4, 2 * shape[1]))
     path.parent.mkdir(parents=True, exist_ok=True)
     canvas.savefig(path, dpi=80)
     pyplot.close(canvas)
 
 
-def _draw_legend(canvas: Figure, curves: Sequence[Curve]) -> None:
+def _draw_legend(canvas: Figure, curves: Sequence[Curve], columns: int) -> None:
     if len(curves) < 2:
         return
     handles = []
     for number, curve in enumerate(curves):
         colour = COLOURS[number % len(COLOURS)]
         handles.append(pyplot.Line2D([], [], color=colour, label=curve.label))
-    canvas.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=7, frameon=False)
+    canvas.legend(
+        handles=handles, loc="outside lower center", ncols=columns, fontsize=7, frameon=False
+    )
 
 
 def _draw_panel(

@@ -199,7 +199,9 @@ def test_a_run_that_another_start_took_over_changes_nothing_more(config, tmp_pat
 
 
 def test_ctrl_c_while_the_engine_starts_is_a_clean_stop(config, tmp_path):
-    with TrainingRun(config, f"run.directory={tmp_path / 'early'}") as run:
+    # So many steps that the run does not end before the signal, however late the signal is.
+    overrides = (f"run.directory={tmp_path / 'early'}", "run.steps=1000")
+    with TrainingRun(config, *overrides) as run:
         run.wait_for(lambda: "waiting for the engine" in run.text)
         run.interrupt()
         run.finish(code=130, timeout=60)
