@@ -56,7 +56,7 @@ TOYS: Mapping[str, Toy] = {
     "moe-base-r3": Toy("moe", "few-flips-r3"),
     "moe-thinking": Toy("moe", "bf16-stale-1"),
     "dense-base": Toy("long", "bf16-stale-1"),
-    "moe-base-lora": Toy("moe", "bf16", ("lora.rank=8", "lora.alpha=16", "optimizer.lr=1e-2")),
+    "moe-base-lora": Toy("moe", "bf16", ("lora.rank=8", "lora.alpha=16", "optimizer.lr=2e-3")),
     "sensitivity": Toy("moe", "stale-8"),
     "rlhf-gemma": Toy("long", "bf16"),
     "rlhf-hh": Toy("rare", "bf16"),
