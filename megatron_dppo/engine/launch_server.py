@@ -38,6 +38,7 @@ from megatron_dppo.engine import (
     recordings,
     server_state,
     server_tokenizer,
+    tied_output,
 )
 from megatron_dppo.engine.adapter_digests import VARIABLE, register_digests
 from megatron_dppo.engine.options import HOSTS_VARIABLE
@@ -187,6 +188,7 @@ def _change_sglang() -> None:
     server_state.register()
     raw_checksums.register()
     held_tensors.register()
+    tied_output.register()
     direct_loading.register()
     flushing.register()
     ngram_drafts.register()

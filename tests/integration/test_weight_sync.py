@@ -604,6 +604,7 @@ def test_two_engine_ranks(tmp_path: Path, ep_size: int) -> None:
     weights = read(trained)
     server = serve(folder, tp_size=2, ep_size=ep_size)
     try:
+        assert_serves(server, folder, 0)
         updates = updater(server.weights(), Source(weights), changes_only=True)
         report = updates.update(1)
         assert (report.verified, report.tensors) == (True, 2 * 21)

@@ -1,0 +1,57 @@
+"""The output matrix of a tied checkpoint, in models of SGLang that keep one beside the embedding.
+
+Such a model loads the tensors that a checkpoint has, and a tied checkpoint has no output matrix. SGLang leaves the
+matrix as it was allocated: logits are arbitrary, or NaN, until the first weight update. A server without updates
+(``evaluate``, ``rollout``) would never have the right ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_dppo.engine import hooks
+from megatron_dppo.engine.direct_loading import LOADED
+from megatron_dppo.model.errors import ModelError
+from megatron_dppo.model.families import family_of, load_model_shape
+from megatron_dppo.model.mapping import keeps_untied_output
+
+
+def register() -> None:
+    """Register the hook, in each process of a server, before ``direct_loading`` registers its own."""
+    hooks.register(LOADED, load_output, "after")
+
+
+def load_output(result: Any, runner: Any, *_: Any) -> None:
+    """Load the embedding into the output matrix of the model that ``runner`` has loaded, if the model has both."""
+    if runner.is_draft_worker or runner.server_args.load_format == "dummy":
+        return
+    folder = Path(runner.model_config.model_path)
+    try:
+        shape = load_model_shape(folder)
+    except (ModelError, OSError):
+        # A server of a model that no run can train: SGLang alone knows it.
+        return
+    if keeps_untied_output(shape):
+        embedding, output = family_of(shape).vocabulary_tensors
+        runner.model.load_weights([(output, read_tensor(folder, embedding))])
+
+
+def read_tensor(folder: Path, name: str) -> Tensor:
+    """Return the tensor ``name`` of a checkpoint. Raises CheckpointError if the folder has no usable weights.
+
+    Raises KeyError if no file has the tensor.
+    """
+    from megatron_dppo.checkpoint_conversion.hf_folder import weight_files
+    from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFile
+
+    for path in weight_files(folder):
+        file = SafetensorsFile(path)
+        try:
+            if name in file.entries:
+                return file.read_rows(name, 0, file.entries[name].shape[0])
+        finally:
+            file.close()
+    raise KeyError(f"{folder}: no file has {name}")
