@@ -19,7 +19,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron_dppo"
 LIBRARIES = {"sglang": "sglang", "megatron": "megatron-core"}
 """Top-level module -> distribution."""
-_DOTTED = re.compile(rf"({'|'.join(LIBRARIES)})(\.\w+){(2,)}")
+_DOTTED = re.compile(r"(sglang|megatron)(\.\w+){2,}")
 
 
 def names_in(path: Path) -> Iterator[str]:
