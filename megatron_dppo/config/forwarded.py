@@ -81,22 +81,22 @@ def read_value(annotation: Any, value: Any) -> Any:
 
 
 class OptionFact(Flag):
-    """What the project knows of a library's option, and which of its programs read the option."""
+    """A flag says one thing that the project knows of a library's option, or which of its programs reads the option."""
 
     KNOWN = auto()
-    """Its effect on a run was tested, read in the library's source, or seen in the options that SGLang chose for an
-    H100 (``tests/gpu_evidence``). An option of SGLang with this flag changes neither the layout of weights nor the
-    recorded data."""
+    """The option's effect on a run was tested, read in the library's source, or seen in the options that SGLang chose
+    for an H100 (``tests/gpu_evidence``). An option of SGLang with this flag changes neither the layout of weights nor
+    the recorded data."""
     COUNTED = auto()
-    """A formula of the planner reads it."""
+    """A formula of the planner reads the option."""
     NUMBER = auto()
-    """The planner, or the placement of servers on devices, calculates with it."""
+    """The planner, or the placement of servers on devices, calculates with the option."""
     SIZE = auto()
-    """It depends on the number of a server's GPUs, or on their memory. A rehearsal chooses its own."""
+    """The option depends on the number of a server's GPUs, or on their memory. A rehearsal chooses its own."""
     ON_CPU = auto()
-    """It has the same meaning on CPU and GPU. A rehearsal on CPUs leaves out all other options of SGLang."""
+    """The option has the same meaning on CPU and GPU. A rehearsal on CPUs leaves out all other options of SGLang."""
     GPU_ONLY = auto()
-    """It chooses GPU kernels or GPU memory. A rehearsal on CPUs leaves it out."""
+    """The option chooses GPU kernels or GPU memory. A rehearsal on CPUs leaves it out."""
 
 
 _KNOWN, _COUNTED, _NUMBER = OptionFact.KNOWN, OptionFact.COUNTED, OptionFact.NUMBER

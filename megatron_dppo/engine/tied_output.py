@@ -10,8 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megatron_dppo.engine import hooks
 from megatron_dppo.engine.direct_loading import LOADED
 from megatron_dppo.model.errors import ModelError
@@ -34,24 +32,11 @@ def load_output(result: Any, runner: Any, *_: Any) -> None:
     except (ModelError, OSError):
         # A server of a model that no run can train: SGLang alone knows it.
         return
-    if keeps_untied_output(shape):
-        embedding, output = family_of(shape).vocabulary_tensors
-        runner.model.load_weights([(output, read_tensor(folder, embedding))])
+    if not keeps_untied_output(shape):
+        return
+    from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader
 
-
-def read_tensor(folder: Path, name: str) -> Tensor:
-    """Return the tensor ``name`` of a checkpoint. Raises CheckpointError if the folder has no usable weights.
-
-    Raises KeyError if no file has the tensor.
-    """
-    from megatron_dppo.checkpoint_conversion.hf_folder import weight_files
-    from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFile
-
-    for path in weight_files(folder):
-        file = SafetensorsFile(path)
-        try:
-            if name in file.entries:
-                return file.read_rows(name, 0, file.entries[name].shape[0])
-        finally:
-            file.close()
-    raise KeyError(f"{folder}: no file has {name}")
+    embedding, output = family_of(shape).vocabulary_tensors
+    with SafetensorsReader(folder) as reader:
+        matrix = reader.read(embedding)
+    runner.model.load_weights([(output, matrix)])
