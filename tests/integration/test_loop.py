@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import socket
 import stat
 import tempfile
 import time
@@ -202,10 +203,23 @@ def test_ctrl_c_while_the_engine_starts_is_a_clean_stop(config, tmp_path):
     # So many steps that the run does not end before the signal, however late the signal is.
     overrides = (f"run.directory={tmp_path / 'early'}", "run.steps=1000")
     with TrainingRun(config, *overrides) as run:
-        run.wait_for(lambda: "waiting for the engine" in run.text)
+        run.wait_for(lambda: "starting the engine and" in run.text)
         run.interrupt()
         run.finish(code=130, timeout=60)
         assert "Traceback" not in run.text
+
+
+def test_ctrl_c_while_the_run_waits_for_a_server_elsewhere_is_a_clean_stop(config, tmp_path):
+    # The port is held, and nobody listens on it: the run waits until the signal.
+    with socket.socket() as silent_server:
+        silent_server.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent_server.getsockname()[1]}"
+        overrides = (f"run.directory={tmp_path / 'waiting'}", f"engine.urls=['{url}']")
+        with TrainingRun(config, *overrides) as run:
+            run.wait_for(lambda: "waiting for the engine" in run.text)
+            run.interrupt()
+            run.finish(code=130, timeout=60)
+            assert "Traceback" not in run.text
 
 
 @pytest.mark.first

@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -105,10 +105,12 @@ def place(tmp_path_factory) -> Iterator[Place]:
 def other_place(tmp_path_factory) -> Iterator[Place]:
     """A server with a prefix cache. It is not deterministic, because on a CPU SGLang has no deterministic prefix cache.
     The server also has a fault: with any temperature, it reports log-probabilities at temperature 1."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
-        with serve_config(tmp_path_factory.mktemp("other")) as place:
-            yield place
+    with ExitStack() as stack:
+        # Only this server has the variable: servers of later tests start while this one still runs.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+            place = stack.enter_context(serve_config(tmp_path_factory.mktemp("other")))
+        yield place
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +323,8 @@ def both(first: Plant, second: Plant) -> Plant:
 
 @dataclass(frozen=True)
 class Fault:
-    """``findings``: beginnings of the doctor's lines. ``step``: the first step that shows the fault."""
+    """``findings``: beginnings of the doctor's lines; the run warned of the gap and kept what the engine's tensors
+    were, so that wrong weights also have a line about the tensors. ``step``: the first step that shows the fault."""
 
     plant: Plant
     findings: tuple[str, ...]
@@ -337,15 +340,26 @@ def set_parameter(name: str, value: Any) -> Callable[[dict[str, Any], Any], None
 FAULTS = {
     "wrong EP gather": Fault(
         in_updates(with_next_ranks_experts),
-        ("engine: weights: each of 2 ranks has the experts of the next",),
+        (
+            "engine: weights: each of 2 ranks has the experts of the next",
+            "engine: weights: 4 tensors, such as model.layers.0.mlp.experts.w13_weight: differs",
+        ),
         overrides=(REPLAY,),
     ),
     "stale shard": Fault(
-        in_updates(with_stale_shard), ("engine: weights: experts of rank 1 of 2 of version 0",), 2
+        in_updates(with_stale_shard),
+        (
+            "engine: weights: experts of rank 1 of 2 of version 0",
+            "engine: weights: 4 tensors, such as model.layers.0.mlp.experts.w13_weight: differs",
+        ),
+        2,
     ),
     "swapped norm": Fault(
         in_updates(with_norms_swapped),
-        ("engine: weights: input_layernorm and post_attention_layernorm exchanged",),
+        (
+            "engine: weights: input_layernorm and post_attention_layernorm exchanged",
+            "engine: weights: 4 tensors, such as model.layers.0.input_layernorm.weight: differs",
+        ),
     ),
     "temperature missing in the trainer": Fault(
         in_head(temperature=1.0), ("trainer: sampling transform: temperature 1, not 0.7",)
@@ -384,7 +398,12 @@ FAULTS = {
     ),
     "bf16 head": Fault(in_head(dtype=torch.bfloat16), ("trainer: precision: output layer",)),
     "weights one version old": Fault(
-        in_updates(lambda _, first: first), ("engine: staleness: weights of version 0",), 2
+        in_updates(lambda _, first: first),
+        (
+            "engine: staleness: weights of version 0",
+            "engine: weights: 21 tensors, such as model.embed_tokens.weight: is the tensor of version 0",
+        ),
+        2,
     ),
     "duplicate seeds": Fault(
         in_requests(
