@@ -268,10 +268,12 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _stored_bytes(folder: Path, config: Path | None = None) -> int:
-    """Return the number of bytes of a checkpoint's weights."""
-    files = list(folder.glob("*.safetensors"))
+    """Return the number of bytes of a checkpoint's weights. The reader names a file of the index that is missing."""
+    from megatron_dppo.checkpoint_conversion.hf_folder import weight_files
+
+    files = weight_files(folder)
     if files:
-        return sum(path.stat().st_size for path in files)
+        return sum(path.stat().st_size for path in files if path.exists())
     # A torch_dist folder: compute the number from the model's config.json.
     shape = load_model_shape(config or folder, quantized=True)
     return ITEM_BYTES[shape.dtype] * parameter_count(shape)

@@ -203,12 +203,14 @@ class SafetensorsReader(Closing):
     def _open(self) -> None:
         index = self.folder / INDEX
         if not index.exists():
+            _check_link(self.folder / SINGLE)
             if not (self.folder / SINGLE).exists():
                 raise CheckpointError(f"{self.folder}: has neither {INDEX} nor {SINGLE}")
             self._add(self.folder / SINGLE)
             return
         weight_map = read_weight_index(index)
         for name in sorted(set(weight_map.values())):
+            _check_link(self.folder / name)
             if not (self.folder / name).exists():
                 raise CheckpointError(f"{index}: names {name}, which is not in the folder")
             self._add(self.folder / name)
@@ -432,16 +434,27 @@ def weight_files(folder: Path) -> list[Path]:
 
     With an index, they are the files of the index. A file that the index does not name is a copy of the weights
     (Mistral's ``consolidated.safetensors``), or is left from an earlier checkpoint. Without an index, they are all
-    safetensors files, except such a copy. Raises CheckpointError for a damaged index.
+    safetensors files, except such a copy. Raises CheckpointError for a damaged index, and for a link to no file.
     """
     files = sorted(folder.glob("*.safetensors"))
     index = folder / INDEX
     if index.exists():
-        return sorted({folder / name for name in read_weight_index(index).values()})
+        files = sorted({folder / name for name in read_weight_index(index).values()})
     # consolidated.safetensors is a copy of the single file, with other names of tensors. SGLang does not read the copy.
-    if [path.name for path in files] == ["consolidated.safetensors", SINGLE]:
-        return files[1:]
+    elif [path.name for path in files] == ["consolidated.safetensors", SINGLE]:
+        files = files[1:]
+    for path in files:
+        _check_link(path)
     return files
+
+
+def _check_link(path: Path) -> None:
+    """Raise CheckpointError if ``path`` is a link to no file, as in a copy of the hub's cache without its blobs."""
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(
+            f"{path}: links to {path.readlink()}, which does not exist; download the model again, or copy it with "
+            "the files that its links name (cp -L)"
+        )
 
 
 def plan_files(

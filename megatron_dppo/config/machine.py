@@ -19,7 +19,7 @@ from megatron_dppo.config.forwarded import SGLANG, OptionFact, is_blockwise
 from megatron_dppo.config.schema import EngineConfig, TrainConfig
 from megatron_dppo.model.engine_layout import server_ranks
 from megatron_dppo.system.files import folder_fault
-from megatron_dppo.system.gpus import has_hopper
+from megatron_dppo.system.gpus import has_hopper, visible_gpus
 from megatron_dppo.system.interfaces import InterfaceError, interface_address
 from megatron_dppo.system.network import resolve
 
@@ -94,7 +94,7 @@ def this_machine() -> Machine:
     """Return the resources of the machine that this process runs on, as far as the process may use them."""
     return Machine(
         cores=len(os.sched_getaffinity(0)),
-        gpus=_visible_gpus(),
+        gpus=visible_gpus(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
@@ -214,13 +214,3 @@ def _python_faults(python: str | None, packages: Sequence[str]) -> Iterator[str]
         return
     if missing_packages:
         yield f"engine.python: got {python!r}, which lacks {', '.join(missing_packages)}"
-
-
-def _visible_gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    folder = Path("/proc/driver/nvidia/gpus")
-    if folder.is_dir():
-        return len(list(folder.iterdir()))
-    return 0

@@ -42,6 +42,8 @@ def load_named_tokenizer(
 
     Raises DataError if the tokenizer can't be loaded, or as ``with_file_rules``.
     """
+    if _is_path(str(name)) and not Path(name).is_dir():
+        raise DataError(f"{name}: no such folder")
     # Import lazily: the import takes seconds.
     from transformers import AutoTokenizer
 
@@ -49,6 +51,12 @@ def load_named_tokenizer(
     rules = _rules_of(name, local_files_only)
     tokenizer = _loaded(AutoTokenizer, name, local_files_only)
     return _with_rules(tokenizer, rules, name, local_files_only)
+
+
+def _is_path(name: str) -> bool:
+    """Whether ``name`` can only be a path: the hub's names are ``name`` or ``owner/name``. The hub, asked for a path,
+    answers after a minute where the network has no way to it."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def with_file_rules(

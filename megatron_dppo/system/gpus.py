@@ -1,9 +1,10 @@
-"""This machine's NVIDIA GPUs: whether one is visible, the driver's version, peak FLOP/s. Imports no torch."""
+"""This machine's NVIDIA GPUs: how many are visible, the driver's version, peak FLOP/s. Imports no torch."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import re
 from pathlib import Path
@@ -16,10 +17,27 @@ version compatibility)."""
 _HIDE = "an empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose"
 
 
+def visible_gpus() -> int:
+    """Return the number of GPUs that the NVIDIA driver shows and that CUDA_VISIBLE_DEVICES does not hide.
+
+    As in CUDA, an empty name and -1 end the list in CUDA_VISIBLE_DEVICES. A container has only the device files of its
+    GPUs, while the driver's folder in /proc lists all GPUs of the machine.
+    """
+    shown = len(list(DEVICES.glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return shown
+    names = itertools.takewhile(_names_gpu, visible.split(","))
+    return min(shown, len(list(names)))
+
+
+def _names_gpu(name: str) -> bool:
+    return name.strip() not in ("", "-1")
+
+
 def has_visible_gpu() -> bool:
-    """Whether the NVIDIA driver shows a GPU that CUDA_VISIBLE_DEVICES does not hide."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not hidden and any(DEVICES.glob("nvidia[0-9]*"))
+    """Whether ``visible_gpus`` is not 0."""
+    return visible_gpus() > 0
 
 
 def driver_version(folder: Path | None = None) -> str | None:

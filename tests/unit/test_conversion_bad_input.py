@@ -71,8 +71,18 @@ def duplicate_entry(path: Path) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + content[8 + length :])
 
 
+def lose_linked_file(path: Path) -> None:
+    """Leave a link whose file is gone, as a copy of the hub's cache without its blobs has."""
+    path.unlink()
+    path.symlink_to("../blobs/absent")
+
+
 BAD_INPUTS = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "has neither"),
+    "a link to no file": (
+        lambda d: lose_linked_file(d / "model.safetensors"),
+        "links to ../blobs/absent, which does not exist",
+    ),
     "truncated": (lambda d: truncate(d / "model.safetensors"), "truncated or overwritten"),
     "empty file": (lambda d: (d / "model.safetensors").write_bytes(b""), "cannot hold a header"),
     "not safetensors": (

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from megatron_dppo.config.machine import this_machine
 from megatron_dppo.launch.library_checks import gpu_faults
 from megatron_dppo.system import gpus
 from megatron_dppo.trainer import platform
@@ -38,6 +39,34 @@ def test_a_machine_without_a_gpu_trains_on_cpus(machine):
     assert not gpus.has_visible_gpu()
     assert platform.gpu_fault() is None
     assert platform.current().distributed_backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 3),
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("2,0", 2),
+        ("0,-1,2", 1),
+        ("0,,2", 1),
+        ("0,1,2,3", 3),
+    ],
+)
+def test_visible_gpus_are_those_of_the_driver_that_cuda_does_not_hide(
+    tmp_path, monkeypatch, visible, count
+):
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus.visible_gpus() == count
+    assert gpus.has_visible_gpu() == (count > 0)
+    assert this_machine().gpus == count
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,14 @@ def test_a_tokenizer_that_can_encode_nothing_is_refused(tmp_path, damage):
     damage(tmp_path)
     with pytest.raises(DataError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["{folder}/absent", "./absent", "../absent/model", "models/of/mine"]
+)
+def test_the_hub_is_not_asked_for_a_path(tmp_path, monkeypatch, name):
+    """The hub has names without or with one slash. Any connection fails the test."""
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection was made"))
+    path = name.format(folder=tmp_path)
+    with pytest.raises(DataError, match="no such folder"):
+        load_named_tokenizer(path)
