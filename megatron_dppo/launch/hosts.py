@@ -39,7 +39,7 @@ from megatron_dppo.launch.supervisor import RankFailure, Supervisor, first_failu
 from megatron_dppo.logging import configure_logging
 from megatron_dppo.system import processes
 from megatron_dppo.system.lease import NONCE_VARIABLE, START_VARIABLE
-from megatron_dppo.system.network import is_of_one_host, mutual_addresses
+from megatron_dppo.system.network import is_loopback, is_of_one_host, mutual_addresses
 from megatron_dppo.system.secret_variables import is_secret, split_environment, without_secrets
 
 HOST = "{host}"
@@ -91,6 +91,13 @@ class HostsConfig(Section):
             if not is_of_one_host(own_address):
                 raise LaunchError(
                     f"hosts: got {entry!r}, with the address {own_address}, expected an address of one host"
+                )
+            # Several hosts of loopback are one machine on purpose, as in tests.
+            if own_address in own_addresses and not is_loopback(own_address):
+                earlier_entry = self.hosts[own_addresses.index(own_address)]
+                raise LaunchError(
+                    f"hosts: got {earlier_entry!r} and {entry!r}, both with the address {own_address}, expected each "
+                    "host once: its ranks and servers would share devices and ports"
                 )
             own_addresses.append(own_address)
         try:

@@ -98,6 +98,12 @@ def test_an_address_of_no_single_host_is_refused(address):
         HostsConfig(hosts=["a=10.0.0.1", f"b={address}"]).allocation()
 
 
+@pytest.mark.parametrize("second", ["10.0.0.1", "b=10.0.0.1"])
+def test_a_host_that_is_there_twice_is_refused(second):
+    with pytest.raises(LaunchError, match="10.0.0.1, expected each host once"):
+        HostsConfig(hosts=["a=10.0.0.1", second]).allocation()
+
+
 @pytest.mark.parametrize("forks", [True, False])
 def test_the_rank_that_failed_is_the_failure(start_ranks, forks):
     ranks = start_ranks("killed", forks=forks)
