@@ -78,7 +78,7 @@ class HostsConfig(Section):
     def allocation(self) -> Allocation:
         """Return the hosts with their addresses. Raises LaunchError for a name without an address of a host."""
         names = []
-        own_addresses = []
+        own_addresses: list[str] = []
         for entry in self.hosts:
             name, _, address = entry.partition("=")
             names.append(name)
