@@ -12,24 +12,27 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dppo.model import families, mapping, resharding
-from megatron_dppo.model.families import FAMILIES, ConfigFacts, Family
+from megatron_dppo.families import qwen3_moe
+from megatron_dppo.families.shared import decoder, sigmoid_router
+from megatron_dppo.model import families, mapping, resharding, rows
+from megatron_dppo.model.config_facts import ConfigFacts
+from megatron_dppo.model.families import FAMILIES, Family
 from megatron_dppo.model.shape import ModelShape
 
 
 def read_mixed(facts: ConfigFacts) -> ModelShape:
     """Qwen3-MoE with dense layers. transformers reads them from config.json, SGLang's model does not."""
-    shape = families.read_qwen3_moe(facts)
-    return replace(shape, dense_layers=families.read_dense_layers(facts))
+    shape = qwen3_moe.read(facts)
+    return replace(shape, dense_layers=decoder.read_dense_layers(facts))
 
 
 def mixed_family() -> Family:
     """The table of Qwen3-MoE with dense layers."""
     layer = (
-        *families.ATTENTION,
-        *families.QK_NORM,
-        *families.in_layers(families.dense_layers, *families.DENSE_MLP),
-        *families.in_layers(families.routed_layers, *families.moe_router()),
+        *decoder.ATTENTION,
+        *decoder.QK_NORM,
+        *rows.in_layers(rows.dense_layers, *decoder.DENSE_MLP),
+        *rows.in_layers(rows.routed_layers, *decoder.moe_router()),
     )
     return replace(FAMILIES["qwen3_moe"], read=read_mixed, layer=layer)
 
@@ -37,7 +40,7 @@ def mixed_family() -> Family:
 @contextmanager
 def planted(family: Family) -> Iterator[None]:
     """Let ``family`` replace the family with its ``model_type`` inside this context."""
-    with patch.dict(FAMILIES, {family.model_type: family}):
+    with patch.dict(FAMILIES.loaded, {family.model_type: family}):
         _forget()
         yield
     _forget()
@@ -55,7 +58,12 @@ def _forget() -> None:
 
 def biased_family() -> Family:
     """Qwen3-MoE's table with a router's bias in float32. Its models in transformers have no such bias."""
-    layer = (*families.ATTENTION, *families.QK_NORM, *families.moe_router(), families.router_bias())
+    layer = (
+        *decoder.ATTENTION,
+        *decoder.QK_NORM,
+        *decoder.moe_router(),
+        sigmoid_router.router_bias(),
+    )
     return replace(FAMILIES["qwen3_moe"], layer=layer)
 
 
@@ -73,10 +81,10 @@ def add_router_bias(folder: Path, dtype: torch.dtype = torch.float32) -> dict[st
 
 def carrying_family() -> Family:
     """Qwen3-MoE's table whose checkpoints carry layers that predict further tokens, and a vision tower."""
-    vision = families.with_prefix("model.visual.")
+    vision = rows.with_prefix("model.visual.")
 
     def is_carried(shape: ModelShape, name: str) -> bool:
-        return families.later_layers(shape, name) or vision(shape, name)
+        return rows.later_layers(shape, name) or vision(shape, name)
 
     return replace(FAMILIES["qwen3_moe"], carries=is_carried)
 
@@ -97,5 +105,5 @@ def add_carried_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def packing_family() -> Family:
     """Qwen3-MoE's table whose files have all experts of a layer in one tensor."""
-    packed = families.packed_experts_of(families.expert_mlp(), "gate_up_proj", "down_proj")
-    return replace(FAMILIES["qwen3_moe"], packed=packed, carries=families.with_prefix("mtp."))
+    packed = rows.packed_experts_of(decoder.expert_mlp(), "gate_up_proj", "down_proj")
+    return replace(FAMILIES["qwen3_moe"], packed=packed, carries=rows.with_prefix("mtp."))

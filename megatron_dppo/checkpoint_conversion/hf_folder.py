@@ -26,13 +26,13 @@ from megatron_dppo.checkpoint_conversion.certificate import (
 )
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import (
-    PackedExperts,
     language_model_values,
     packed_experts,
     with_language_model_values,
 )
 from megatron_dppo.model.mapping import hf_tensors, own_dtypes
 from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
+from megatron_dppo.model.rows import PackedExperts
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.weight_index import INDEX, read_weight_index
 from megatron_dppo.system.failpoints import failpoint

@@ -26,8 +26,9 @@ from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFile
 from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from megatron_dppo.model.adapters import LORA_A, LORA_B
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.families import Rule, Source, family_of
+from megatron_dppo.model.families import family_of
 from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.rows import Rule, Source
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims
 from megatron_dppo.system.files import Closing

@@ -30,7 +30,7 @@ from megatron_dppo.checkpoint_conversion.dist_reading import Box, StoredBlocks, 
 from megatron_dppo.checkpoint_conversion.hf_folder import SINGLE, SafetensorsReader
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.model.errors import CheckpointError, MismatchError
-from megatron_dppo.model.families import family_of, layers_are_alike, no_tensor
+from megatron_dppo.model.families import family_of, layers_are_alike
 from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import (
@@ -40,6 +40,7 @@ from megatron_dppo.model.mapping import (
     local_parameters,
     stepped,
 )
+from megatron_dppo.model.rows import no_tensor
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 

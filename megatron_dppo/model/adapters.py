@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 from megatron_dppo.model import mapping
 from megatron_dppo.model.errors import ModelError
-from megatron_dppo.model.families import Rule, Source, family_of, layer_counts
+from megatron_dppo.model.families import family_of, layer_counts
 from megatron_dppo.model.layout import Layout, RankCoordinates, local_layers
+from megatron_dppo.model.rows import Rule, Source
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Block, Dims, replicated
 

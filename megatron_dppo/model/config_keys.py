@@ -1,6 +1,6 @@
 """Keys of a config.json that its family does not read: keys that must have a neutral value, and keys without an effect.
 
-The families read different keys (``model/families.py``). A key that neither the family reads nor this module lists is
+The families read different keys (``families/``). A key that neither the family reads nor this module lists is
 unknown. It may change the model's arithmetic, so the start of a run and the converter print a warning with the key.
 """
 

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout
-from megatron_dppo.model.families import EngineRow, Rule, Source, family_of
+from megatron_dppo.model.families import family_of
 from megatron_dppo.model.layout import (
     Layout,
     RankCoordinates,
@@ -22,6 +22,7 @@ from megatron_dppo.model.layout import (
     local_layers,
     raise_faults,
 )
+from megatron_dppo.model.rows import EngineRow, Rule, Source
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims, Shard, Split, replicated
 

@@ -47,6 +47,8 @@ them."""
 METRICS = "megatron_dppo.metrics"
 """Rows of metrics (``megatron_dppo.metrics.row.Metric``), as ``tracking.metrics: [package.module:ROW]`` takes
 them."""
+FAMILIES = "megatron_dppo.families"
+"""Model families (``megatron_dppo.model.families.Family``) by the ``model_type`` of their config.json."""
 
 _DISTRIBUTION = "megatron-dppo"
 _PROJECT = Path(__file__).parents[2] / "pyproject.toml"

@@ -22,7 +22,7 @@ from megatron_dppo.checkpoint_conversion.certificate import Certificate, other_d
 from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.families import family_of, no_tensor
+from megatron_dppo.model.families import family_of
 from megatron_dppo.model.gather_plan import (
     Bucket,
     ParameterKey,
@@ -33,6 +33,7 @@ from megatron_dppo.model.gather_plan import (
 )
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import carried_names
+from megatron_dppo.model.rows import no_tensor
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import sync_to_disk

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_dppo.config import forwarded
 from megatron_dppo.config.schema import PolicyConfig
-from megatron_dppo.model.families import family_of, has_layer_parameter
+from megatron_dppo.model.families import has_layer_parameter
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ModelShape, Router, YarnRopeScaling
 from megatron_dppo.trainer import platform
@@ -57,7 +57,6 @@ def transformer_config(
     options = {
         **_model_options(shape),
         **moe_options,
-        **family_of(shape).megatron,
         **_layout_options(layout, sequence_parallel=config.parallel.sizes.sequence_parallel(shape)),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

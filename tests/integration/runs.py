@@ -74,7 +74,6 @@ class TrainingRun:
     With ``shares_imports`` its processes are forks of this process's fork servers, so that only the first run imports
     the libraries. Then only one run may be active at a time: the forks of the fork servers count as its family.
 
-    ``package``: the folder whose ``megatron_dppo`` runs. A folder other than this repository shares no imports.
     ``variables``: environment variables of the run, in addition to this process's.
     """
 
@@ -82,7 +81,6 @@ class TrainingRun:
         self,
         config: Path,
         *overrides: str,
-        package: Path = ROOT,
         variables: Mapping[str, str] | None = None,
         shares_imports: bool = True,
     ) -> None:
@@ -90,11 +88,10 @@ class TrainingRun:
         given = dict(o.split("=", 1) for o in overrides)
         self.directory = Path(given.get("run.directory", settings["run"]["directory"]))
         self.output = self.directory.with_suffix(f".{time.monotonic_ns()}.out")
-        self._package = package
-        self._shares_imports = shares_imports and package == ROOT
+        self._shares_imports = shares_imports
         self._config, self._overrides = config, overrides
         own_variables = environment_without("PYTEST_CURRENT_TEST")
-        self._variables = {**own_variables, "PYTHONPATH": str(package), **(variables or {})}
+        self._variables = {**own_variables, "PYTHONPATH": str(ROOT), **(variables or {})}
         self._command = [sys.executable, "-m", "megatron_dppo.train", str(config), *overrides]
 
     def __enter__(self) -> TrainingRun:
@@ -104,7 +101,7 @@ class TrainingRun:
         with open(self.output, "wb") as file:
             self.process = subprocess.Popen(
                 self._command,
-                cwd=self._package,
+                cwd=ROOT,
                 env={**self._variables, **servers.variables},
                 pass_fds=servers.descriptors,
                 stdout=file,

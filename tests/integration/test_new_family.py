@@ -1,9 +1,8 @@
-"""A model family is one function: a copy of the package with docs/extending.md's Mixtral converts and trains it."""
+"""A model family is a folder: with docs/extending.md's package installed, Mixtral is converted and trained."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.runs import ROOT, TrainingRun, records_of, summary_of, write_material
-from tests.unit.repository.test_extending import walks
+from tests.unit.repository.test_extending import run, walks
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -28,14 +27,17 @@ def even_length(response: str, answer: str) -> float:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory) -> Path:
-    """A folder with a copy of the package that has one more function."""
+    """A folder with the family's installed package."""
     folder = tmp_path_factory.mktemp("package")
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "megatron_dppo", folder / "megatron_dppo", ignore=ignored)
     (walk,) = (walk for walk in walks() if walk.title.startswith("A model family"))
-    assert walk.files == ["megatron_dppo/model/families.py"]
     walk.follow(folder)
+    installed = run(walk.checks()[0], folder)
+    assert installed.returncode == 0, installed.stderr
     return folder
+
+
+def python_path(package: Path) -> str:
+    return os.pathsep.join([str(ROOT), str(package)])
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def convert(package: Path, *words: str | Path) -> str:
     completed = subprocess.run(
         [sys.executable, "-m", "megatron_dppo.convert", *map(str, words)],
         cwd=package,
-        env=os.environ | {"PYTHONPATH": str(package)},
+        env=os.environ | {"PYTHONPATH": python_path(package)},
         capture_output=True,
         text=True,
         check=False,
@@ -87,18 +89,19 @@ def test_it_trains_and_serves(package, config):
         "parallel.expert=2", "reward.name=coin:even_length",
     )  # fmt: skip
     (package / "coin.py").write_text(COIN)
-    with TrainingRun(config, *overrides, package=package) as run:
-        run.finish()
-    summary = summary_of(run.directory)
+    variables = {"PYTHONPATH": python_path(package)}
+    with TrainingRun(config, *overrides, variables=variables, shares_imports=False) as training:
+        training.finish()
+    summary = summary_of(training.directory)
     assert summary["weight_updates"] == summary["weight_updates_verified"] == 2
     assert summary["mean_abs_prob_gap"] <= 1e-4
     assert summary["hf_export_max_logprob_diff"] <= 1e-4
-    (record,) = (r for r in records_of(run.directory) if r["step"] == 1)
+    (record,) = (r for r in records_of(training.directory) if r["step"] == 1)
     assert record["r3/agreement_first"] >= 0.99
     assert record["optimizer/grad_norm"] > 1e-3
     before, after = (
         load_file(folder / "model.safetensors")
-        for folder in (config.parent / "model", run.directory / "hf")
+        for folder in (config.parent / "model", training.directory / "hf")
     )
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}

@@ -9,24 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_dppo.families.shared.decoder import ATTENTION, QK_NORM, gemma_norm, moe_router
 from megatron_dppo.model import splits
 from megatron_dppo.model.engine_layout import EngineLayout
-from megatron_dppo.model.families import (
-    ATTENTION,
-    FAMILIES,
-    QK_NORM,
-    EngineRow,
-    Family,
-    dense_layers,
-    engine_row,
-    gemma_norm,
-    layer_rule,
-    moe_router,
-)
+from megatron_dppo.model.families import FAMILIES, Family
 from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.resharding import prove_resharding
+from megatron_dppo.model.rows import EngineRow, dense_layers, engine_row, layer_rule
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
 from megatron_dppo.weight_sync.verification import compare_checksums

@@ -24,6 +24,7 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"engine"},
     {"environments"},
     {"fleet", "trainer", "weight_sync"},
+    {"families"},
     {"launch", "loop"},
     {"own_fleet"},
     {"train", "supervised", "evaluate", "rollout", "convert"},
@@ -87,6 +88,12 @@ def test_the_core_imports_no_annex(path):
         return
     annexes = {f"megatron_dppo.{name}" for name in ANNEXES}
     assert not [n for n in imported(path) if ".".join(n.split(".")[:2]) in annexes]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_families_are_found_by_entry_points_alone(path):
+    names = [name for name in imported(path) if name.startswith("megatron_dppo.families")]
+    assert part_of(path) == "families" or not names
 
 
 @pytest.mark.parametrize("library", sorted(OWNERS))

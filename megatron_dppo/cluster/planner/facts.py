@@ -37,9 +37,10 @@ from megatron_dppo.launch.placement import Roles
 from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears, trained_elements
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import ModelConfigError
-from megatron_dppo.model.families import Rule, family_of, layer_counts, load_model_shape
+from megatron_dppo.model.families import family_of, layer_counts, load_model_shape
 from megatron_dppo.model.layout import Layout, LayoutSizes, layers_of_stage
 from megatron_dppo.model.mapping import shard_of
+from megatron_dppo.model.rows import Rule
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.model.splits import ceil_to
 

@@ -9,8 +9,9 @@ from megatron_dppo.cluster.planner import devices
 from megatron_dppo.cluster.planner.facts import EngineFacts, RolloutFacts
 from megatron_dppo.model import mapping
 from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout
-from megatron_dppo.model.families import EngineRow, engine_layer_counts, family_of
+from megatron_dppo.model.families import engine_layer_counts, family_of
 from megatron_dppo.model.quantization import stored_bytes
+from megatron_dppo.model.rows import EngineRow
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 
 _ITEM = 2

@@ -18,9 +18,10 @@ from megatron_dppo.cluster.planner.server_memory import (
 )
 from megatron_dppo.cluster.planner.trainer_state import ParkedBytes, StateBytes, parked_bytes
 from megatron_dppo.config.schema import LoraConfig
+from megatron_dppo.families.shared.decoder import ATTENTION, QK_NORM, moe_router
 from megatron_dppo.model.adapters import adapter_parameters
 from megatron_dppo.model.engine_layout import EngineLayout
-from megatron_dppo.model.families import ATTENTION, FAMILIES, QK_NORM, load_model_shape, moe_router
+from megatron_dppo.model.families import FAMILIES, load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import engine_parameters, local_parameters
 from megatron_dppo.model.shape import ModelShape

@@ -40,11 +40,11 @@ from megatron_dppo.data.problems import DataKeys, read_problems
 from megatron_dppo.data.records import DataError
 from megatron_dppo.environments import problem_fault
 from megatron_dppo.metrics import table as names
+from megatron_dppo.model.config_facts import ConfigFacts
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import ModelConfigError
 from megatron_dppo.model.families import (
     FAMILIES,
-    ConfigFacts,
     language_model_values,
     load_model_shape,
     unknown_key_warnings,

@@ -45,6 +45,7 @@ class Walk:
             path = folder / step["file"]
             if step["what"] == "New file":
                 assert not path.exists(), f"{path}: the guide calls it new"
+                path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(step["block"])
             elif step["what"] == "At the end of":
                 path.write_text(path.read_text() + "\n\n" + step["block"])
@@ -96,12 +97,13 @@ def test_the_walk_leads_there(walk, material, tmp_path):
     # Copy the compiled files, too. Otherwise each command would compile the package again.
     for folder in ("megatron_dppo", "tools", "tests", MODEL_CONFIGS):
         shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for name in ("CONFIG.yaml", "solutions.jsonl"):
         shutil.copy(material / name, tmp_path / name)
     assert walk.checks(), f"{walk.title}: nothing is checked"
     walk.follow(tmp_path)
     for words in walk.checks():
-        done = _run(words, tmp_path)
+        done = run(words, tmp_path)
         assert done.returncode == 0, f"{words}:\n{done.stdout}\n{done.stderr}"
 
 
@@ -111,27 +113,36 @@ def test_the_check_fails_without_the_walk(walk, material, tmp_path):
     """A check that passes without the walk would prove nothing."""
     shutil.copy(material / "CONFIG.yaml", tmp_path / "CONFIG.yaml")
     shutil.copytree(ROOT / MODEL_CONFIGS, tmp_path / MODEL_CONFIGS)
-    assert _run(walk.checks()[0], tmp_path).returncode != 0
+    assert run(walk.checks()[0], tmp_path).returncode != 0
 
 
-def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of the guide with the package in ``folder``, or with this one if ``folder`` has none."""
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of the guide with the package in ``folder``, or with this one if ``folder`` has none.
+
+    ``pip`` installs into ``folder``, without the network.
+    """
     path = os.pathsep.join([str(folder), str(ROOT)])
+    offline = {"PIP_TARGET": str(folder), "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
     programs = {
         "python": [sys.executable],
+        "pip": [sys.executable, "-m", "pip"],
         "megatron-dppo": [sys.executable, "-m", "megatron_dppo"],
     }
     command = [*programs.get(words[0], words[:1]), *words[1:]]
-    return run_patiently(command, 240, cwd=folder, env={**os.environ, "PYTHONPATH": path})
+    return run_patiently(
+        command, 240, cwd=folder, env={**os.environ, **offline, "PYTHONPATH": path}
+    )
 
 
-MOST_FILES = {"An algorithm": 1, "A metric": 2, "A reward": 1, "A model family": 1}
-"""First words of a walk's title -> number of files. A metric's second file is its check."""
+MOST_FILES = {"An algorithm": 1, "A metric": 2, "A reward": 1, "A model family": 2}
+"""First words of a walk's title -> number of files. A metric's second file is its check, a family's the
+pyproject.toml of its package."""
 NEW_FILES_ALONE = (
     "An algorithm",
     "A metric",
     "A reward",
     "An environment",
+    "A model family",
     "An experiment tracker",
 )
 """First words of the titles of walks that change no file of the package."""

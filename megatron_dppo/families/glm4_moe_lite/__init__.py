@@ -1,0 +1,43 @@
+"""GLM-4.7-Flash."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_dppo.families.shared import decoder, latent_attention, sigmoid_router
+from megatron_dppo.model.config_facts import ConfigFacts
+from megatron_dppo.model.families import Family
+from megatron_dppo.model.rows import later_layers
+from megatron_dppo.model.shape import ModelShape, Router
+
+
+def _engine_keys(shape: ModelShape) -> Mapping[str, Any]:
+    return {"first_k_dense_replace": len(shape.dense_layers)}
+
+
+def read(facts: ConfigFacts) -> ModelShape:
+    """GLM-4.7-Flash: latent attention, also of queries."""
+    return latent_attention.read_latent_moe(
+        facts,
+        Router("sigmoid", has_bias=True, scale=1.8),
+        768,
+        dense_layers=sigmoid_router.read_agreed_dense_layers(facts),
+        norm_eps=facts.number("rms_norm_eps", 1e-5),
+    )
+
+
+FAMILY = Family(
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    read,
+    layer=(
+        *latent_attention.LATENT_ATTENTION,
+        *sigmoid_router.dense_then_moe(engine_dtype="float32"),
+    ),
+    engine=(latent_attention.LATENTS_IN_ENGINE,),
+    expert=decoder.expert_mlp(),
+    carries=later_layers,
+    engine_keys=_engine_keys,
+    attention_replicas=True,
+)

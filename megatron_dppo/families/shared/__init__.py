@@ -1,0 +1,1 @@
+"""Parts that several families have: rows, readers of config.json."""
