@@ -5,7 +5,7 @@ The schema is the only source of this reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -69,23 +69,44 @@ def _sections(schema: type[BaseModel], annotations: dict[str, Any] | None = None
 
 
 def _nested(section: type[BaseModel]) -> Iterator[str]:
-    """Yield a table of keys for each type of section that is inside a list, a table or a union of a key."""
+    """Yield the keys of each type of section that is inside a list, a table or a union of a key.
+
+    Keys that a table before has with the same row are only named.
+    """
+    shown = {"this section": _rows(section)}
     for name, field in section.model_fields.items():
         for kind in _sections_in(field.annotation):
+            rows = _rows(kind)
+            place = max(shown, key=lambda place: len(rows.items() & shown[place].items()))
+            shared = [key for key, row in rows.items() if shown[place].get(key) == row]
             yield f"A table in `{name}`:\n"
-            yield _table(kind)
+            if len(shared) < len(rows):
+                own = [row for key, row in rows.items() if key not in shared]
+                yield "\n".join([*_HEAD, *own]) + "\n"
+            if shared:
+                keys = ", ".join(f"`{key}`" for key in shared)
+                yield f"As in {place}: {keys}.\n"
+            shown[f"`{name}`"] = rows
 
 
 _FORWARDED = {table.name: table for table in (MEGATRON, DDP, OPTIMIZER, SGLANG)}
 
 
 def _forwarded(table: ForwardedTable) -> str:
-    """The library's options that this section does not take."""
+    """The library's options that this section does not take: a row for each reason."""
     rows = ["| not taken here | because |", "|---|---|"]
-    rows += [f"| `{option}` | {key} sets it |" for option, key in table.owned.items()]
-    rows += [f"| `{option}` | {reason} |" for option, reason in table.fixed.items()]
-    rows += [f"| `{option}`, unless off | {reason} |" for option, reason in table.off.items()]
+    rows += _rows_by_reason({o: f"{key} sets it" for o, key in table.owned.items()})
+    rows += _rows_by_reason(table.fixed)
+    rows += _rows_by_reason(table.off, "unless off: ")
     return "\n".join(rows) + "\n"
+
+
+def _rows_by_reason(reasons: Mapping[str, str], condition: str = "") -> list[str]:
+    """Return a row for each reason, with all options that have it."""
+    options: dict[str, list[str]] = {}
+    for option, reason in reasons.items():
+        options.setdefault(reason, []).append(f"`{option}`")
+    return [f"| {condition}{', '.join(names)} | {reason} |" for reason, names in options.items()]
 
 
 def _is_in(annotations: dict[str, Any] | None, name: str, field: FieldInfo) -> bool:
@@ -96,13 +117,21 @@ def _summary(section: type[BaseModel]) -> str:
     return _text(section.__doc__) + "\n"
 
 
+_HEAD = ("| key | takes | default | meaning |", "|---|---|---|---|")
+
+
 def _table(section: type[BaseModel]) -> str:
-    rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*_HEAD, *_rows(section).values()]) + "\n"
+
+
+def _rows(section: type[BaseModel]) -> dict[str, str]:
+    """Return the rows of the section's table, by key."""
+    rows = {}
     for name, field in section.model_fields.items():
         takes = expectation(field.annotation, field.metadata).replace("|", "\\|")
         meaning = _text(field.description).replace("|", "\\|")
-        rows.append(f"| `{name}` | {takes} | {_default(field)} | {meaning} |")
-    return "\n".join(rows) + "\n"
+        rows[name] = f"| `{name}` | {takes} | {_default(field)} | {meaning} |"
+    return rows
 
 
 def _default(field: FieldInfo) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import math
 import re
@@ -10,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -163,79 +166,122 @@ def write_findings(claims: Sequence[Claim], records: Mapping[str, Record], folde
     run_counts = [len(_runs_by_seed(setting, rule, records)) for setting, rule in shown]
     if min(run_counts) == len(SEEDS):
         save(curves_figure(shown, [names.REWARD], records, SEEDS), figures / "shown.png")
+    write_atomically(figures / "tests.csv", tests_csv(claims, found, records))
+    write_atomically(figures / "rules.csv", rules_csv(records))
     page = folder / "findings.md"
     write_atomically(page, page_of(claims, records))
     return page
 
 
-HOW = """\
-Claims of papers, and what becomes of them in a lab that two cores carry. Each claim, its tests and its runs were \
-fixed in `examples/arena/claims.py` before the runs were made. A claim that was registered after another one was \
-seen says so: it shares one side's runs with that claim. `prefix-order` came into the repository together with most \
-of its runs.
+SCREEN = """\
+# Findings
 
-A test compares two rules on the same seeds, {seeds} unless the claim says otherwise. The first test of a claim is \
-its primary test, which alone decides. The claim is **reproduced**, or the **contrary** is found, where Student's \
-test of the pairs, adjusted by Holm for the {family} primary tests of this page, and the exact sign-flip test of the \
-same pairs are both at most 5%. Else it is **undecided**: the runs are too few to tell, which is no evidence against \
-the claim. This rule was fixed after the claims of ten seeds were seen, and before the further seeds of the claims \
-`...-again` were run.
-
-A claim and its repetition (`...-again`) count as one claim, with the repetition's verdict. That verdict is about the \
-one pair of rules that the repetition's row names, not about the other rules of the claim.
-
-"p, Holm" is the primary test's. "Tests" counts all tests of the claim at 5%, each by itself. "Seeds to decide" are \
-those with which the primary test would be decided after Holm, in 4 of 5 cases, if the mean and the spread seen here \
-were the true ones. A claim that is marked † is about a rule whose paper was read second-hand or in part: its \
-verdict is of the formula in [algorithms.md](../algorithms.md), not of the paper.
-
-The lab has models of about a million parameters and runs of {steps} steps. It says nothing of what needs longer \
-runs or larger models. `make arena` writes this page from what is kept of every step of every run; the lab, its \
-tasks and the pilots: `examples/arena/README.md`. Rules under FP8 rollouts have a page of their own: \
-[fp8.md](findings/fp8.md).
+Which claims about DPPO and its rivals hold? Each claim below was tested by pairs of runs with the same seeds, in a \
+lab of models with about a million parameters, whose runs take {steps} steps on a CPU. The lab says nothing of what \
+needs longer runs or larger models. **Undecided** means that the runs are too few to tell; it is no evidence against \
+the claim.
 """
 
 
+HOW = """\
+## How a claim is tested
+
+- Each claim, its tests and its runs were fixed in `examples/arena/claims.py` before the runs were made. A claim \
+that was registered after another one was seen says so: it shares one side's runs with that claim. `prefix-order` \
+came into the repository together with most of its runs.
+- A test compares two rules on the same seeds, {seeds} unless the claim says otherwise. The first test of a claim is \
+its primary test, which alone decides. The claim is reproduced, or the contrary is found, where Student's test of \
+the pairs, adjusted by Holm for the {family} primary tests of this page, and the exact sign-flip test of the same \
+pairs are both at most 5%. This rule was fixed after the claims of ten seeds were seen, and before the seeds of the \
+claims `...-again` were run.
+- A claim and its repetition (`...-again`) count as one claim, with the repetition's verdict. That verdict is about \
+the one pair of rules that the repetition names.
+- "Difference" and "p, Holm" are the primary test's. "Tests" counts all tests of the claim at 5%, each by itself. \
+"Seeds to decide" would decide the primary test after Holm in 4 of 5 cases, if the mean and the spread seen here \
+were the true ones.
+- † marks a rule whose paper was read second-hand or in part: the verdict is of the formula in \
+[algorithms.md](../algorithms.md), not of the paper.
+
+`make arena` writes this page from what is kept of every step of every run; `examples/arena/README.md` describes the \
+lab. Every test with both p values: [tests.csv](findings/tests.csv). Every rule in each setting: \
+[rules.csv](findings/rules.csv). Rules under FP8 rollouts: [fp8.md](findings/fp8.md).
+"""
+
+CLAIM_TABLE = (
+    "| claim | of | what is claimed | found | difference, 95% interval | p, Holm | tests | seeds to decide |",
+    "|---|---|---|---|---|---|---|---|",
+)
+
+
 def page_of(claims: Sequence[Claim], records: Mapping[str, Record]) -> str:
-    """Return the text of ``findings.md``."""
+    """Return the text of ``findings.md``: answers first, then the claims, then the method and the runs."""
     found = verdicts(claims, records)
     reasons = yaml.safe_load(REASONS.read_text(encoding="utf-8"))
     family = sum(bool(claim.tests) for claim in claims)
-    steps = STEPS.partition("=")[2]
     lines = [
-        "# Findings\n",
-        HOW.format(seeds=len(SEEDS), family=family, steps=steps),
+        SCREEN.format(steps=STEPS.partition("=")[2]),
         *counts_text(found, claims),
+        *answers_text(reasons[ANSWERS], claims, found),
+        "## Claims\n",
+        *CLAIM_TABLE,
+        *(claim_row(claim, found[claim.name]) for claim in claims),
+        "",
+        HOW.format(seeds=len(SEEDS), family=family),
         *old_readings_text(records),
-        "| claim | of | what is claimed | found | p, Holm | tests | seeds to decide | what we make of it |",
-        "|---|---|---|---|---|---|---|---|",
+        "## Results\n",
     ]
-    lines += [claim_row(claim, found[claim.name], reasons.get(claim.name, "")) for claim in claims]
-    lines += ["", *in_real_loop_text(claims, records), *settings_table(records)]
     for claim in claims:
         if found[claim.name].word is not None:
-            lines += [
-                f"## {claim.name}\n",
-                f"{claim.source}: {claim.text}.\n",
-                f"![{claim.text}](findings/{claim.name}.png)\n",
-                *tests_table(claim, found[claim.name], records),
-            ]
-    return "\n".join([*lines, *all_rules(records)]) + "\n"
+            lines.append(f"### {claim.name}\n")
+            if claim.name in reasons:
+                lines.append(f"{reasons[claim.name]}\n")
+            lines.append(f"![{claim.name}](findings/{claim.name}.png)\n")
+    lines += ["## Settings\n", *in_real_loop_text(claims, records), *settings_table(records)]
+    return "\n".join([*lines, *rules_table(records)]) + "\n"
 
 
-def claim_row(claim: Claim, verdict: Verdict, reason: str) -> str:
+ANSWERS = "answers"
+"""Key of the file of reasons: sentences for the first screen, with the claims and the verdict that they rely on."""
+
+
+def answers_text(
+    answers: Sequence[Mapping[str, Any]], claims: Sequence[Claim], found: Mapping[str, Verdict]
+) -> list[str]:
+    """Return the answers whose claims all have the verdict that the answer relies on.
+
+    An answer has a link to each of its claims, or to the claim's repetition, which has the verdict.
+    """
+    words = distinct_words(found, claims)
+    deciding_names = {claim.repeats: claim.name for claim in claims if found[claim.name].word}
+    lines = []
+    for answer in answers:
+        if all(words.get(name) is Word(answer["verdict"]) for name in answer["claims"]):
+            links = ", ".join(
+                f"[{name}](#{deciding_names.get(name, name)})" for name in answer["claims"]
+            )
+            lines.append(f"- {answer['text']} {answer['verdict'].capitalize()}: {links}.")
+    return [*lines, ""] if lines else []
+
+
+def claim_row(claim: Claim, verdict: Verdict, *, is_linked: bool = True) -> str:
     """Return the claim's row of the first table."""
     cells = [claim.name, source_of(claim), claim.text]
     if claim.unreachable is not None:
-        cells += ["out of reach here", "", "", "", claim.unreachable]
+        cells += [f"out of reach here: {claim.unreachable}", "", "", "", ""]
     elif verdict.word is None:
         count = f"registered, {verdict.seeds_run} of {len(claim.seeds)} seeds run"
         cells += [count, "", "", "", ""]
     else:
-        cells[0] = f"[{claim.name}](#{claim.name})"
-        is_open = verdict.word is Word.UNDECIDED
-        to_decide = count_text(verdict.to_decide) if is_open else ""
-        cells += [verdict.word.value, p_text(verdict.adjusted), verdict.counted, to_decide, reason]
+        if is_linked:
+            cells[0] = f"[{claim.name}](#{claim.name})"
+        difference = verdict.results[0].difference
+        cells += [
+            verdict.word.value,
+            f"{difference.mean:+.3f}, {_interval(difference)}",
+            p_text(verdict.adjusted),
+            verdict.counted,
+            count_text(verdict.to_decide) if verdict.word is Word.UNDECIDED else "",
+        ]
     return f"| {' | '.join(map(_cell, cells))} |"
 
 
@@ -310,9 +356,9 @@ def in_real_loop_text(claims: Sequence[Claim], records: Mapping[str, Record]) ->
     count = sum(key in records for key in keys)
     return [
         f"Of the {len(keys)} runs that the claims compare, {count} were made once in the real loop too "
-        "(`examples/arena/real_loop.py`), with one seed. Their difference stands in the last column of each claim's "
-        "table. It decides nothing: beside it is the spread between pairs of one seed, which is as large as most "
-        "differences. It shows that the lab's mismatch and reward are those of a real engine (the table below).\n"
+        "(`examples/arena/real_loop.py`), with one seed; their differences are a column of `tests.csv`. One seed "
+        "decides nothing: pairs of one seed spread as much as most differences. The table shows that the lab's "
+        "mismatch is that of a real engine.\n"
     ]
 
 
@@ -374,9 +420,9 @@ def is_comparable(setting: str, records: Mapping[str, Record]) -> bool:
 def settings_table(records: Mapping[str, Record]) -> list[str]:
     """Return the table of the settings, with the mismatch that their runs measured in the lab and in the real loop."""
     lines = [
-        "Mean \\|pi - mu\\| of a step's first mini-batch, which the step has not yet moved, and of all four: in the "
-        "lab, of all runs; then in the real loop, of its runs. A verdict is of the lab's mismatch: where the real "
-        f"loop's is more than {COMPARABLE:g} times off, its runs tell little of it.\n",
+        "Mean \\|pi - mu\\| of a step's first mini-batch, which the step has not yet moved, and of all four, in the "
+        f"lab and in the real loop. Where the two are more than {COMPARABLE:g} times apart, the real loop's runs tell "
+        f"little of the lab's verdict. Every run has `{STEPS}`.\n",
         "| setting | task | mismatch | lab, first | lab, all | real loop, first | real loop, all | changes | why |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -388,7 +434,7 @@ def settings_table(records: Mapping[str, Record]) -> list[str]:
         columns = [*_gap_texts(lab_gaps), *_gap_texts(real_gaps)]
         if not is_comparable(name, records):
             columns[3] += ", not comparable"
-        changes = ", ".join(f"`{c}`" for c in setting.changes)
+        changes = ", ".join(f"`{c}`" for c in setting.changes if c != STEPS)
         lines.append(
             f"| {name} | {setting.task} | {setting.mismatch} | {' | '.join(columns)} | {changes} | {setting.reason} |"
         )
@@ -412,65 +458,107 @@ def _cell(text: str) -> str:
     return text.replace("|", r"\|")
 
 
-def tests_table(claim: Claim, verdict: Verdict, records: Mapping[str, Record]) -> list[str]:
-    """Return the table of the claim's tests, the primary test first, with the p values of ``ComparisonResult``."""
-    rows = [
-        "| difference | mean | 95% interval | spread of pairs | claimed | p, Student | p, sign flips | finding at 5% "
-        "| seeds to decide at 5% | real loop, one pair |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+TEST_COLUMNS = (
+    "claim", "difference", "mean", "95% interval", "spread of pairs", "claimed", "p, Student", "p, sign flips",
+    "finding at 5%", "seeds to decide at 5%", "real loop, one pair",
+)  # fmt: skip
+
+
+def tests_csv(
+    claims: Sequence[Claim], found: Mapping[str, Verdict], records: Mapping[str, Record]
+) -> str:
+    """Return a CSV file of all tests, a claim's primary test first, with the p values of ``ComparisonResult``."""
+    rows: list[Sequence[str]] = [TEST_COLUMNS]
+    for claim in claims:
+        # A claim whose runs are not complete has no results.
+        for test, result in zip(claim.tests, found[claim.name].results, strict=False):
+            rows.append([claim.name, *_test_cells(test, result, records)])
+    return _csv(rows)
+
+
+def _test_cells(
+    test: Comparison, result: ComparisonResult, records: Mapping[str, Record]
+) -> list[str]:
+    difference = result.difference
+    to_decide = ""
+    if result.finding is Finding.OPEN:
+        to_decide = count_text(test.pairs_to_decide(difference.mean, result.deviation))
+    real = in_real_loop(test, records)
+    return [
+        f"{test.first} less {test.second}",
+        f"{difference.mean:+.3f}",
+        _interval(difference),
+        f"{result.deviation:.3f}",
+        "above 0" if test.margin is None else f"within {test.margin:g} of 0",
+        p_text(result.p),
+        p_text(result.sign_flip_p),
+        result.finding.value,
+        to_decide,
+        "" if real is None else f"{real:+.3f}",
     ]
-    for test, result in zip(claim.tests, verdict.results, strict=True):
-        difference = result.difference
-        to_decide = ""
-        if result.finding is Finding.OPEN:
-            to_decide = count_text(test.pairs_to_decide(difference.mean, result.deviation))
-        real = in_real_loop(test, records)
-        cells = [
-            f"{test.first} less {test.second}",
-            f"{difference.mean:+.3f}",
-            _interval(difference),
-            f"{result.deviation:.3f}",
-            "above 0" if test.margin is None else f"within {test.margin:g} of 0",
-            p_text(result.p),
-            p_text(result.sign_flip_p),
-            result.finding.value,
-            to_decide,
-            "" if real is None else f"{real:+.3f}",
-        ]
-        rows.append(f"| {' | '.join(map(_cell, cells))} |")
-    return [*rows, ""]
 
 
-def all_rules(records: Mapping[str, Record]) -> list[str]:
-    """Return the table of every rule in each setting, by final reward."""
-    lines = []
-    for setting, rules in sorted(rules_by_setting().items()):
-        finals: dict[str, dict[int, float]] = {}
-        losses: dict[str, dict[int, float]] = {}
-        for rule in rules:
-            runs = _runs_by_seed(setting, rule, records)
-            if runs:
-                finals[rule] = {seed: final(run) for seed, run in runs.items()}
-                losses[rule] = {seed: loss_of_best(run) for seed, run in runs.items()}
-        averages = {rule: _average(rewards) for rule, rewards in finals.items()}
-        for rule in sorted(averages, key=averages.__getitem__, reverse=True):
-            rewards = finals[rule]
-            lines.append(
-                f"| {setting} | {marked(rule)} | {len(rewards)} | {averages[rule]:.3f} "
-                f"| {min(rewards.values()):.3f} to {max(rewards.values()):.3f} "
-                f"| {_average(losses[rule]):.3f} | {_difference_text(rewards, finals.get(TV, {}))} |"
-            )
-    if not lines:
+def _csv(rows: Sequence[Sequence[str]]) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(rows)
+    return file.getvalue()
+
+
+RULE_COLUMNS = (
+    "setting", "rule", "seeds", "final reward, their mean", "lowest to highest", "lost of the best", f"less {TV}",
+    "caution",
+)  # fmt: skip
+MAIN_SETTING = "drift"
+"""Setting of the table of rules on the page. All settings are in ``rules.csv``."""
+
+
+def rules_csv(records: Mapping[str, Record]) -> str:
+    """Return a CSV file of every rule in each setting, by final reward."""
+    rows: list[Sequence[str]] = [RULE_COLUMNS]
+    for setting in sorted(rules_by_setting()):
+        for cells in rule_rows(setting, records):
+            rows.append([setting, *cells, SETTINGS[setting].caution])
+    return _csv(rows)
+
+
+def rule_rows(setting: str, records: Mapping[str, Record]) -> list[list[str]]:
+    """Return a row of ``RULE_COLUMNS`` for each rule of the setting, from "rule" to the difference."""
+    finals: dict[str, dict[int, float]] = {}
+    losses: dict[str, dict[int, float]] = {}
+    for rule in rules_by_setting()[setting]:
+        runs = _runs_by_seed(setting, rule, records)
+        if runs:
+            finals[rule] = {seed: final(run) for seed, run in runs.items()}
+            losses[rule] = {seed: loss_of_best(run) for seed, run in runs.items()}
+    averages = {rule: _average(rewards) for rule, rewards in finals.items()}
+    rows = []
+    for rule in sorted(averages, key=averages.__getitem__, reverse=True):
+        rewards = finals[rule]
+        rows.append(
+            [
+                marked(rule),
+                str(len(rewards)),
+                f"{averages[rule]:.3f}",
+                f"{min(rewards.values()):.3f} to {max(rewards.values()):.3f}",
+                f"{_average(losses[rule]):.3f}",
+                _difference_text(rewards, finals.get(TV, {})),
+            ]
+        )
+    return rows
+
+
+def rules_table(records: Mapping[str, Record]) -> list[str]:
+    """Return the page's table of every rule in ``MAIN_SETTING``."""
+    rows = rule_rows(MAIN_SETTING, records)
+    if not rows:
         return []
     return [
-        "## All rules side by side\n",
+        f"## All rules in `{MAIN_SETTING}`\n",
         f"Less {TV}: of the seeds that both have, with the 95% interval of a single test, not adjusted for the number "
-        "of rows. † The rule's paper was read second-hand or in part: what was read, "
-        "[algorithms.md](../algorithms.md).\n",
-        *(f"`{name}`: {s.caution}.\n" for name, s in sorted(SETTINGS.items()) if s.caution),
-        f"| setting | rule | seeds | final reward, their mean | lowest to highest | lost of the best | less {TV} |",
-        "|---|---|---|---|---|---|---|",
-        *lines,
+        "of rows. The other settings: [rules.csv](findings/rules.csv).\n",
+        f"| {' | '.join(RULE_COLUMNS[1:-1])} |",
+        "|---|---|---|---|---|---|",
+        *(f"| {' | '.join(cells)} |" for cells in rows),
     ]
 
 

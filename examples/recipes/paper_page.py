@@ -5,6 +5,7 @@ python -m examples.recipes.paper_page --write
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,6 @@ PAGE = Path("docs/paper.md")
 PICTURES = PAGE.parent / "figures" / "paper"
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 """The generated part of the page stands between these two lines."""
-_NUMBERED = ("published", "scripts", "presets")
 
 
 def picture_of(figure: str) -> Path:
@@ -49,14 +49,11 @@ def generated() -> str:
     for name, row in figures().items():
         steps = {str(count) for count in steps_of_figure(name).values()} or {"-"}
         recipes = [_recipe_cell(experiment) for experiment in row["experiments"]]
-        anchor = name.lower().replace(" ", "-")
-        runs = " ".join(recipes)
-        lines.append(
-            f"| [{name}](#{anchor}) | {row['shows']} | {runs} | {', '.join(sorted(steps))} |"
-        )
+        cells = [_link(name), row["shows"], " ".join(recipes), ", ".join(sorted(steps))]
+        lines.append(f"| {' | '.join(cells)} |")
     for name in figures():
         lines.extend(["", *_section(name)])
-    lines.extend(["", "## The numbers", "", *_numbers()])
+    lines.extend(["", "## Published nowhere, so chosen here", "", *_choices()])
     return "\n".join(lines)
 
 
@@ -72,10 +69,15 @@ def _section(figure: str) -> Iterator[str]:
     yield f"### {figure}"
     yield ""
     yield f"{_sentence(row['shows'])}"
-    commands = [run.command for run in runs_of(figure)]
+    earlier_figures = _earlier_figures(figure)
+    commands = [run.command for run in runs_of(figure) if run.command not in earlier_figures]
     commands.extend(row.get("commands", ()))
     if "panels" in row:
         commands.append(f'python -m examples.recipes.paper_figures "{figure}"')
+    for earlier in dict.fromkeys(earlier_figures.values()):
+        yield ""
+        count = list(earlier_figures.values()).count(earlier)
+        yield f"It uses {'a run' if count == 1 else f'{count} runs'} of {_link(earlier)}."
     if commands:
         yield ""
         yield "```"
@@ -87,10 +89,25 @@ def _section(figure: str) -> Iterator[str]:
     if "panels" in row:
         yield ""
         yield from _picture(figure)
-    differences = list(_differences(row["experiments"]))
+    differences = list(_differences(figure))
     if differences:
         yield ""
         yield from differences
+
+
+def _earlier_figures(figure: str) -> dict[str, str]:
+    """Return the figure's commands that stand in the section of an earlier figure: command -> that figure."""
+    own_commands = [run.command for run in runs_of(figure)]
+    found: dict[str, str] = {}
+    for earlier in itertools.takewhile(lambda name: name != figure, figures()):
+        for run in runs_of(earlier):
+            if run.command in own_commands:
+                found.setdefault(run.command, earlier)
+    return found
+
+
+def _link(figure: str) -> str:
+    return f"[{figure}](#{figure.lower().replace(' ', '-')})"
 
 
 def _picture(figure: str) -> Iterator[str]:
@@ -114,18 +131,23 @@ def _caption(names: list[str]) -> str:
         parts.append(
             f"{experiments()[name]['title']}: task {toy.task}, mismatch {toy.mismatch}{changes}"
         )
-    return f"Toy runs on this project's own machine, one seed ({'; '.join(parts)})."
+    return f"Toy runs ({'; '.join(parts)})."
 
 
-def _differences(names: list[str]) -> Iterator[str]:
-    """Yield a line for each experiment that differs from the paper."""
-    for name in names:
+def _differences(figure: str) -> Iterator[str]:
+    """Yield a line for each experiment that differs from the paper. The first figure of an experiment has the text."""
+    for name in figures()[figure]["experiments"]:
         row = experiments()[name]
         notes = [*row.get("departs", ()), *_script_differences(name)]
         if "left_out" in row:
             notes.append(row["left_out"])
-        if notes:
+        if not notes:
+            continue
+        first = next(other for other in figures() if name in figures()[other]["experiments"])
+        if first == figure:
             yield f"- {row['title']}: {' '.join(_sentence(note) for note in notes)}"
+        else:
+            yield f"- {row['title']}: as in {_link(first)}."
 
 
 def _script_differences(name: str) -> Iterator[str]:
@@ -141,27 +163,14 @@ def _published(rows: Mapping[str, list[float]]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(str(value) for value in values)} |"
 
 
-def _numbers() -> Iterator[str]:
-    """Yield a table of all published numbers with their sources, and a table of what is published nowhere."""
-    yield "| experiment | source | numbers |"
-    yield "|---|---|---|"
-    for name, row in experiments().items():
-        for source, values in tables_of(name, _NUMBERED):
-            numbers = ", ".join(_number(key, value) for key, value in values.items())
-            yield f"| {row['title']} | {source} | {numbers} |"
-    yield ""
-    yield "Published nowhere, so chosen here:"
-    yield ""
+def _choices() -> Iterator[str]:
+    """Yield a line for each set of choices, with the experiments that it is chosen for."""
+    titles: dict[str, list[str]] = {}
     for row in experiments().values():
         if row.get("chosen"):
-            yield f"- {row['title']}: {'; '.join(row['chosen'])}"
-
-
-def _number(key: str, value: object) -> str:
-    if isinstance(value, Mapping):
-        inner = " ".join(f"{name} {number}" for name, number in value.items())
-        return f"`{key}` {inner}"
-    return f"`{key}` {value}"
+            titles.setdefault("; ".join(row["chosen"]), []).append(row["title"])
+    for chosen, titles_of_line in titles.items():
+        yield f"- {'; '.join(titles_of_line)}: {chosen}"
 
 
 def whole() -> str:

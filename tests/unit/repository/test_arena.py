@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import math
@@ -241,6 +242,27 @@ def test_a_decision_is_adjusted_for_the_number_of_claims():
     assert among.word is findings.Word.UNDECIDED
 
 
+def read_csv(path):
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_an_answer_is_left_out_when_its_claim_has_another_verdict():
+    claims = [make_claim(comparison_of("kpop", "gspo"), seeds=SIX)]
+    again = replace(claims[0], name="c-again", repeats="c")
+    records = records_of({"kpop": 0.5, "gspo": 0.3}, SIX)
+    answers = [
+        {"text": text, "verdict": verdict, "claims": ["c"]}
+        for text, verdict in (("It is.", "reproduced"), ("It is not.", "contrary"))
+    ]
+    found = findings.verdicts(claims, records)
+    assert findings.answers_text(answers, claims, found) == ["- It is. Reproduced: [c](#c).", ""]
+    assert findings.answers_text(answers[1:], claims, found) == []
+    found = findings.verdicts([*claims, again], records)
+    assert findings.answers_text(answers, [*claims, again], found)[0].endswith("[c](#c-again).")
+    assert findings.answers_text(answers, [], {}) == []
+
+
 def test_a_part_of_a_registered_set_is_not_evaluated(tmp_path):
     claim = make_claim(comparison_of("kpop", "gspo"))
     records = records_of({"kpop": 0.5, "gspo": 0.3}, (1, 2))
@@ -249,7 +271,8 @@ def test_a_part_of_a_registered_set_is_not_evaluated(tmp_path):
     assert (verdict.word, verdict.results, verdict.seeds_run) == (None, (), 2)
     page = findings.write_findings([claim], records, tmp_path).read_text()
     assert "| c | s † | t | registered, 2 of 3 seeds run |  |  |  |  |" in page
-    assert "## c" not in page
+    assert "### c\n" not in page
+    assert read_csv(tmp_path / "findings" / "tests.csv") == [list(findings.TEST_COLUMNS)]
     assert not (tmp_path / "findings" / "c.png").exists()
 
 
@@ -260,16 +283,21 @@ def test_the_page_has_words_figures_and_every_rule(tmp_path):
     page = findings.write_findings(claims, records, tmp_path).read_text()
     # The dagger marks kpop as a rule whose paper was read second-hand.
     assert (
-        "| [c](#c) | s † | t | contrary | < 0.0001 | 1 of 2 as claimed, 1 contrary |  |  |" in page
+        "| [c](#c) | s † | t | contrary | -0.200, -0.200 to -0.200 | < 0.0001 | 1 of 2 as claimed, 1 contrary |  |"
+        in page
     )
     assert "Of 1 claims: 1 contrary." in page
-    assert (
-        "| final, kpop (drift) less final, gspo (drift) | +0.200 | +0.200 to +0.200 | 0.000 | above 0 | < 0.0001 "
-        "| 0.031 | as claimed |  |  |" in page
+    assert "### c\n\n![c](findings/c.png)\n" in page
+    assert read_csv(tmp_path / "findings" / "tests.csv")[2] == [
+        *("c", "final, kpop (drift) less final, gspo (drift)", "+0.200", "+0.200 to +0.200", "0.000"),
+        *("above 0", "< 0.0001", "0.031", "as claimed", "", ""),
+    ]  # fmt: skip
+    assert page.index("| kpop † | 6 | 0.535 | 0.510 to 0.560 | -0.107 |  |") < page.index(
+        "| gspo | 6 | 0.335 |"
     )
-    assert page.index("| drift | kpop † | 6 | 0.535 | 0.510 to 0.560 | -0.107 |  |") < page.index(
-        "| drift | gspo | 6 | 0.335 |"
-    )
+    rules = read_csv(tmp_path / "findings" / "rules.csv")
+    assert rules[1][:4] == ["drift", "kpop †", "6", "0.535"]
+    assert [row[1] for row in rules[1:]] == ["kpop †", "gspo"]
     # (0.001 + 7 * 0.005) / 8
     assert "| drift | moe | stale-8 | 4.5e-03 | 3.0e-02 | not run |  |" in page
     assert "| exact | rare | none | not run |  | not run |  |" in page
@@ -294,7 +322,8 @@ def test_what_another_reading_of_a_rule_ran_is_left_out(monkeypatch):
         (text,) = findings.old_readings_text(records)
         assert "`kpop` (7 runs)" in text
         assert "gspo" not in text
-        assert "kpop" not in "".join(findings.all_rules(records))
+        assert "kpop" not in findings.rules_csv(records)
+        assert "gspo" in findings.rules_csv(records)
         # With the earlier threshold given explicitly, the rule still has its old reading.
         assert readings.reading_of("kpop", ["algorithm.options.kl_threshold=0.1"]) in key
     finally:
@@ -315,12 +344,9 @@ def test_a_reading_keeps_its_name_where_a_processor_rounds_otherwise():
 
 def test_rules_of_few_seeds_stand_beside_dppo_of_the_same_seeds():
     records = records_of({"gspo": 0.3}, (2, 3)) | records_of({TV: 0.5}, (1, 2, 3))
-    (row,) = [line for line in findings.all_rules(records) if "gspo" in line]
-    assert row == (
-        "| drift | gspo | 2 | 0.325 | 0.320 to 0.330 | -0.065 | -0.200 (-0.200 to -0.200) |"
-    )
-    (row,) = [line for line in findings.all_rules(records) if line.startswith(f"| drift | {TV}")]
-    assert row.endswith("| -0.104 |  |")
+    dppo, gspo = findings.rule_rows("drift", records)
+    assert gspo == ["gspo", "2", "0.325", "0.320 to 0.330", "-0.065", "-0.200 (-0.200 to -0.200)"]
+    assert (dppo[0], *dppo[-2:]) == (TV, "-0.104", "")
 
 
 def test_the_real_loops_mismatch_stands_beside_the_labs():
@@ -355,11 +381,19 @@ def test_the_kept_page_and_its_figures_are_those_of_the_kept_runs():
     records = read_results(DOCS / "findings" / "results.jsonl.gz")
     assert (DOCS / "findings.md").read_text() == findings.page_of(CLAIMS, records)
     found = findings.verdicts(CLAIMS, records)
+    tests = findings.tests_csv(CLAIMS, found, records)
+    assert (DOCS / "findings" / "tests.csv").read_text() == tests
+    assert (DOCS / "findings" / "rules.csv").read_text() == findings.rules_csv(records)
     decided = {name for name, verdict in found.items() if verdict.word is not None}
     figure_names = {path.stem for path in (DOCS / "findings").glob("*.png")}
     assert figure_names == decided | {"shown", "fp8"}
     reasons = yaml.safe_load(findings.REASONS.read_text(encoding="utf-8"))
+    answers = reasons.pop(findings.ANSWERS)
     assert decided <= reasons.keys() <= {claim.name for claim in CLAIMS}
+    # Every answer relies on the verdict that its claims have.
+    page = (DOCS / "findings.md").read_text()
+    assert [answer["text"] for answer in answers if answer["text"] not in page] == []
+    assert len(answers) == 10
     # Every row of a table has as many cells as its head.
     lines = (DOCS / "findings.md").read_text().splitlines()
     for is_row, table in itertools.groupby(lines, key=lambda line: line.startswith("|")):
@@ -369,6 +403,8 @@ def test_the_kept_page_and_its_figures_are_those_of_the_kept_runs():
 def test_the_kept_page_of_fp8_is_that_of_its_kept_runs():
     records = read_results(DOCS / "findings" / "fp8.jsonl.gz")
     assert (DOCS / "findings" / "fp8.md").read_text() == fp8.page_of(records)
+    tests = findings.tests_csv(fp8.CLAIMS, findings.verdicts(fp8.CLAIMS, records), records)
+    assert (DOCS / "findings" / "fp8_tests.csv").read_text() == tests
 
 
 # --- figures
@@ -526,7 +562,7 @@ def test_what_a_row_cannot_tell_stands_beside_it():
     mismatch = MISMATCHES[cell.mismatch]
     steps = int(dict(c.split("=") for c in cell.changes)["run.steps"])
     assert mismatch.age > 0.75 * steps  # before the last quarter, whose reward is the outcome
-    lines = findings.all_rules({cell.key: make_record([0.5] * 8)})
+    lines = findings.rules_csv({cell.key: make_record([0.5] * 8)}).splitlines()
     assert any("stale-64" in line and SETTINGS["stale-64"].caution in line for line in lines)
     for name, setting in SETTINGS.items():
         is_start = MISMATCHES[setting.mismatch].age > 0.75 * steps

@@ -22,7 +22,25 @@ def test_a_row_says_what_a_key_takes_and_means():
         in rows
     )
     assert "| `lr` | a number > 0 | required | Learning rate after the warm-up. |" in rows
-    assert "| `bf16` | model.dtype sets it |" in rows
+    # Options that are not taken for one reason share a row.
+    assert "| `bf16`, `fp16`, `params_dtype` | model.dtype sets it |" in rows
+    assert "| unless off: `fp8_param`, `fp4_param` | " in "\n".join(rows)
+
+
+def test_keys_that_equal_those_of_another_table_are_named_and_not_repeated():
+    text = reference()
+    assert (
+        "A table in `evaluation`:\n\nAs in `train`: `path`, `prompt_key`, `answer_key`, `metadata_key`, `metadata`."
+        in text
+    )
+    # `name` has a default only in the section itself.
+    further = text.partition("A table in `further`:\n")[2].partition("### ")[0]
+    assert "| `name` | text | required |" in further
+    assert "| `weight` |" not in further
+    assert "As in this section: `weight`, `options`, `reads`, " in further
+    assert text.count("| `metadata_key` |") == 1
+    supervised = text.partition("## `megatron-dppo supervised`")[2]
+    assert "| `sequences_per_step` |" in supervised
 
 
 def test_every_key_of_both_kinds_of_run_is_there_and_explained():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,15 @@ def test_rows_come_back_as_they_were_written_and_are_shown(tmp_path, monkeypatch
     assert (found.benchmark, found.rows) == ("data plane", (row,))
     assert found.command == "python tools/bench_x.py --size 'a b'"
     text = page([], [found])
-    assert "| host memory a node | 21.25 GiB | two processes, scaled by 8 / 2 |" in text
+    assert "|  | two processes, scaled by 8 / 2 |" in text
+    assert "| host memory a node | 21.25 GiB |" in text
+    further = Quantity("seconds", 3, "s", "four processes")
+    several = replace(found, rows=(row, further))
+    assert (
+        "|  | host memory a node | seconds |\n| --- | --- | --- |\n"
+        "| two processes, scaled by 8 / 2 | 21.25 GiB |  |\n| four processes |  | 3 s |\n"
+        in page([], [several])
+    )
     assert read_rows(tmp_path / "nothing") == []
 
 
