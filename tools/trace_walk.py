@@ -12,7 +12,6 @@ GPUs are left out too.
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import re
 import subprocess
@@ -203,23 +202,13 @@ def trace_run(folder: Path) -> list[Entry]:
 
 
 def page_with(walks: Mapping[str, Sequence[str]], page: str) -> str:
-    """Return ``page`` with the lists of ``walks``. A file that the page knew keeps its description."""
-    descriptions = dict(re.findall(r"^\d+\. `(\S+)`: (.*)$", page, re.MULTILINE))
+    """Return ``page`` with the lists of ``walks``. A file's own docstring describes the file."""
     for title, files in walks.items():
-        lines = []
-        for number, file in enumerate(files, 1):
-            description = descriptions.get(file) or _first_sentence(ROOT / file)
-            lines.append(f"{number}. `{file}`: {description}\n")
+        lines = [f"{number}. `{file}`\n" for number, file in enumerate(files, 1)]
         heading, rest = page.split(f"### {title}\n\n")
         rest = re.sub(r"\A(?:\d+\. .*\n)+", "", rest)
         page = f"{heading}### {title}\n\n{''.join(lines)}{rest}"
     return page
-
-
-def _first_sentence(path: Path) -> str:
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    first_paragraph = " ".join(docstring.split("\n\n")[0].split())
-    return first_paragraph.rstrip(".").replace("``", "`")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -179,8 +179,9 @@ class RolloutConfig(Section):
     """Train on the rollout batches saved in this folder instead of generating; no engine is started."""
     largest_gap: float | None = Field(default=None, gt=0, le=1)
     """Largest mean |pi - mu| of a batch's first mini-batch at equal weights. Above this number, the run stops before it
-    trains on the batch. Empty: 0.01 in float32; 0.1 in bfloat16, or if trainer or engine computes in FP8. Stale and
-    replayed batches are not checked: trainer and engine may have had different weights.
+    trains on the batch. Empty: 0.01 in float32; 0.1 in bfloat16, or if trainer or engine computes in FP8; 0.3 with
+    ``engine.quantization: fp8``. Stale and replayed batches are not checked: trainer and engine may have had different
+    weights.
     """
     router_replay: bool = False
     """R3: replay the engine's expert choices in the trainer."""

@@ -122,9 +122,23 @@ def _always(name: str) -> bool:
 
 @dataclass(eq=False)
 class SupervisedServer:
-    """One server of a run, or its HTTP router, through its incarnations 1, 2, ...; docs/fleet.md draws its states.
+    """One server of a run, or its HTTP router, through its incarnations 1, 2, ...
 
-    All methods are called from the main thread.
+    States::
+
+        start() ----> starting --------- healthy ---------> published
+                       |  ^  |                                  |
+                       |  |  |  a first start failed            |  exits, or is reported lost
+                       |  |  +----------> failed                |
+                       |  |                 |  retry(): another |
+                       |  |                 |  server started   |
+          port held,   |  | the pause       v                   v
+          a later      +--|-- is over --> waiting <-------------+
+          start failed,   +-----------------+
+          devices needed
+
+    A server is given up, and no longer checked, if no restart is left, if its port stays held for a minute, or if no
+    server has started at all. All methods are called from the main thread.
 
     Args:
         name: name under which the server is published in ``record``.
