@@ -1,9 +1,9 @@
-"""Train on prompt-response pairs, as a warm start.
+"""Train on prompts and responses by maximum likelihood, as a warm start.
 
 ``megatron-dppo supervised CONFIG.yaml [key.path=value ...]``.
 
 The trainer of RL runs maximises the likelihood of the responses. The result is a Hugging Face folder,
-``<run.directory>/hf``, from which an RL run can start. The program is for short runs: it saves no checkpoints.
+``<run.directory>/hf``, from which an RL run can start. A stopped run goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_dppo.config import (
@@ -25,7 +25,6 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.machine import set_allocator, set_precision, this_machine
-from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.launch.library_checks import (
     CHECK,
@@ -38,78 +37,25 @@ from megatron_dppo.launch.local import run_local
 from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.launch.stops import exit_by_code
 from megatron_dppo.logging import configure_logging, fatal
-from megatron_dppo.metrics import table as metric_names
-from megatron_dppo.metrics.progress import progress
-from megatron_dppo.metrics.records import EXPORT_FOLDER
-from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.shape import forward_flops
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import name_rank
 from megatron_dppo.system.secret_variables import hide_secrets
 
 if TYPE_CHECKING:
-    from megatron_dppo.algorithms.policy_loss import LossSums
-    from megatron_dppo.data.packing import PackedBatch
-    from megatron_dppo.data.problems import Pair
-    from megatron_dppo.loop.ending import RunFence
-    from megatron_dppo.trainer.trainer import Trainer
-    from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
+    from megatron_dppo.data.problems import Turns, TurnSets
 
 MODULE = "megatron_dppo.supervised"
 log = logging.getLogger(MODULE)
 
 
-def run_supervised_rank(config: SupervisedConfig) -> None:
-    """Run ``run.steps`` optimiser steps on shuffled pairs, then export. Collective.
-
-    Errors that the user can correct end the process with a message.
-    """
-    import torch
-
-    from megatron_dppo.loop.ending import run_fence
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    try:
-        with run_fence(config.run.directory) as fence:
-            _run(config, fence)
-    except RunError as error:
-        fatal(f"{type(error).__name__}: {error}")
-
-
-def _run(config: SupervisedConfig, fence: RunFence) -> None:
-    from megatron_dppo.data.sampling import ProblemSampler
-    from megatron_dppo.trainer.trainer import Trainer
-    from megatron_dppo.trainer.watchdog import patience
-
-    out = Path(config.run.directory) / EXPORT_FOLDER
-    if out.exists():
-        raise CheckpointError(f"{out}: there already; remove it, or name another run.directory")
-    pairs = _load_data(config)
-    with patience("others start"):
-        trainer = Trainer(config)
-    fence.join()
-    sampler = ProblemSampler(len(pairs), config.run.seed)
-    losses: list[float] = []
-    with progress("supervised warm start", config.run.steps) as bar:
-        for step in range(config.run.steps):
-            step_pairs = [pairs[i] for i in sampler.next(config.training.sequences_per_step)]
-            losses.append(_step(trainer, config, step_pairs))
-            bar.update(completed=step + 1, note=f"{losses[-1]:.3f} nats a token")
-    fence.check_together()
-    with patience("others export"):
-        trainer.export_hf(out)
-    log.info(
-        "supervised: %.3f -> %.3f nats a token in %d steps", losses[0], losses[-1], len(losses)
-    )
-
-
-def _load_data(config: SupervisedConfig) -> list[Pair]:
-    """Load the tokenizer and the pairs, and log what is seldom intended. Raises DataError."""
+def _load_data(config: SupervisedConfig) -> TurnSets:
+    """Load the tokenizer and the sequences, and log what is seldom intended. Raises DataError."""
     from megatron_dppo.data.problems import (
         PromptForm,
+        TurnSets,
         embedding_rows,
-        load_pairs,
         load_tokenizer,
+        load_turns,
         template_warnings,
     )
     from megatron_dppo.data.turn_ends import ResponseEnds
@@ -122,47 +68,21 @@ def _load_data(config: SupervisedConfig) -> list[Pair]:
     )
     for warning in template_warnings(tokenizer, form, ResponseEnds.of(folder, tokenizer), rows):
         log.warning("%s: %s", folder, warning)
-    pairs = load_pairs(config.data.train, tokenizer, form=form, embedding_rows=rows)
-    file_warning = data_files(config.data.train).warning
-    if file_warning:
-        log.warning("%s", file_warning)
-    return pairs
-
-
-def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> float:
-    """Make one optimiser step; return the mean negative log-likelihood in nats per token."""
-    from megatron_dppo.data.balancing import plan_mini_batch
-    from megatron_dppo.data.packing import pack, padded_length
-
-    samples = [Trajectory.of_response(prompt, response) for prompt, response in pairs]
-    multiple = trainer.share.sequence_multiple
-    lengths = [padded_length(s.length, multiple) for s in samples]
-    cost = forward_flops(trainer.shape)
-    plan = plan_mini_batch(
-        lengths,
-        [cost(length) for length in lengths],
-        trainer.topology.dp_size,
-        config.training.micro_batch_tokens,
-        trainer.micro_batch_multiple,
+    read_turns = partial(
+        load_turns,
+        tokenizer=tokenizer,
+        form=form,
+        embedding_rows=rows,
+        only_last=config.data.turns == "last",
     )
-    batches = []
-    for indices in plan[trainer.topology.dp_rank]:
-        batch = pack(
-            [samples[i] for i in indices],
-            indices=indices,
-            pad_multiple=trainer.pad_multiple,
-            sequence_multiple=multiple,
-        )
-        batches.append(batch)
-    tokens = sum(s.sampled for s in samples)
-    values = trainer.train_mini_batch(batches, _loss, float(tokens)).metrics.values()
-    return values[metric_names.LOSS] / tokens
-
-
-def _loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:
-    from megatron_dppo.algorithms.likelihood import negative_log_likelihood
-
-    return negative_log_likelihood(stats.log_probs, batch.loss_mask.to(stats.log_probs.device))
+    held_out: dict[str, list[Turns]] = {}
+    for path in (config.data.train, *config.data.evaluation.values()):
+        file_warning = data_files(path).warning
+        if file_warning:
+            log.warning("%s", file_warning)
+    for name, path in config.data.evaluation.items():
+        held_out[name] = read_turns(path)
+    return TurnSets(read_turns(config.data.train), held_out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -203,14 +123,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name_rank(rank)
     # Configure the log before libraries are imported, so that it has their messages.
     configure_logging(config.run.directory, rank)
-    run_supervised_rank(config)
+    # Import late: the import takes seconds, and a process that only starts ranks does not need it.
+    from megatron_dppo.loop.supervised_run import run_supervised_rank
+
+    try:
+        data = _load_data(config)
+    except RunError as error:
+        fatal(f"{type(error).__name__}: {error}")
+    run_supervised_rank(config, data)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-dppo supervised",
-        description="Train on prompt-response pairs; writes a Hugging Face folder.",
+        description="Train on prompts and responses by maximum likelihood; writes a Hugging Face folder.",
         epilog="Keys and their meaning: SupervisedConfig in megatron_dppo/config/schema.py.",
     )
     add_config_arguments(parser)

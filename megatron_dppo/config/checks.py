@@ -521,8 +521,12 @@ def check_supervised_config(config: schema.SupervisedConfig, source: str = "conf
         *schedule_faults(config.optimizer),
         *template_argument_faults(config.data.chat_template_arguments),
     ]
-    if fault := data_files(config.data.train).fault:
-        faults.append(f"data.train: got {config.data.train!r}, expected {fault}")
+    paths = {"data.train": config.data.train}
+    for name, path in config.data.evaluation.items():
+        paths[f"data.evaluation.{name}"] = path
+    for key, path in paths.items():
+        if fault := data_files(path).fault:
+            faults.append(f"{key}: got {path!r}, expected {fault}")
     if training.sequences_per_step < parallel.data:
         faults.append(
             f"training.sequences_per_step: got {training.sequences_per_step}, expected at "

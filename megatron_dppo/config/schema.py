@@ -504,7 +504,7 @@ class EvaluationConfig(Section):
     """Longest response in tokens. Empty: as in training."""
 
 
-class CheckpointConfig(Section):
+class StoredCheckpointsConfig(Section):
     """Megatron distributed checkpoints under ``<directory>/checkpoints``."""
 
     every: int = Field(default=20, gt=0)
@@ -515,14 +515,19 @@ class CheckpointConfig(Section):
     """Copy a rank's share to host memory (pinned with a GPU), and write this copy while training continues; the next
     save waits until the copy is written. false: no copy is made, and training waits for the disk.
     """
+    on_damage: Literal["refuse", "previous"] = "refuse"
+    """Reaction if the newest checkpoint is damaged. ``refuse``: do not start. ``previous``: start from the checkpoint
+    before it.
+    """
+
+
+class CheckpointConfig(StoredCheckpointsConfig):
+    """Megatron distributed checkpoints under ``<directory>/checkpoints``, and the export."""
+
     keep_responses: bool = True
     """Keep the scored responses since the newest checkpoint under ``<directory>/spool``, with all their columns. When
     ranks start again from this checkpoint, they train on the kept responses and sample only the missing responses;
     docs/failures.md.
-    """
-    on_damage: Literal["refuse", "previous"] = "refuse"
-    """Reaction if the newest checkpoint is damaged. ``refuse``: do not start. ``previous``: start from the checkpoint
-    before it.
     """
     export_hf: bool = True
     """Write the final policy as a Hugging Face folder, ``<directory>/hf``."""
@@ -703,14 +708,27 @@ class TrainConfig(PolicyConfig):
 
 
 class SupervisedDataConfig(Section):
-    """Pairs of prompt and response to imitate."""
+    """Responses to imitate."""
 
     train: str
-    """JSONL, CSV or Parquet file, a folder with such files, or a glob. Each row has a prompt and a response."""
+    """JSONL, CSV or Parquet file, a folder with such files, or a glob. Each row has a prompt and a ``response``, or a
+    conversation under ``messages`` or ``conversations``; docs/how_to.md.
+    """
+    turns: Literal["all", "last"] = "all"
+    """Which of the assistant's messages in a conversation are learned."""
     apply_chat_template: bool = True
     """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as ``{enable_thinking: false}``."""
+    evaluation: dict[str, str] = Field(default_factory=dict)
+    """Held-out rows: name -> path, as ``train``. Their loss is measured, and nothing is trained on them."""
+
+
+class SupervisedEvaluationConfig(Section):
+    """The loss on held-out rows."""
+
+    every: int = Field(default=100, gt=0)
+    """Steps between two evaluations; the run also evaluates before its first and after its last step."""
 
 
 class SupervisedTrainingConfig(StepConfig):
@@ -725,3 +743,6 @@ class SupervisedConfig(PolicyConfig):
 
     data: SupervisedDataConfig
     training: SupervisedTrainingConfig
+    evaluation: SupervisedEvaluationConfig = SupervisedEvaluationConfig()
+    checkpoint: StoredCheckpointsConfig = StoredCheckpointsConfig(every=100)
+    tracking: TrackingConfig = TrackingConfig()

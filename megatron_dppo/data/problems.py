@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -30,7 +30,6 @@ from megatron_dppo.data.records import (
     Prompt,
     UnansweredError,
     answer_of,
-    keys,
     metadata_of,
     prompt_of,
     read_all_records,
@@ -38,6 +37,7 @@ from megatron_dppo.data.records import (
     shorten,
     text_of,
     tools_of,
+    turns_of,
     unread_columns,
 )
 from megatron_dppo.data.tokenizer import has_tokenizer, load_named_tokenizer
@@ -54,8 +54,9 @@ PIECE = 2**18
 """Largest number of characters in one call of a tokenizer: a call needs 400 bytes of memory or more per character."""
 Tools = Sequence[Mapping[str, Any]]
 """Definitions of the functions that one prompt offers as tools."""
-Pair = tuple[tuple[int, ...], tuple[int, ...]]
-"""Token ids of a prompt, and of its response with the end-of-sequence token at the end."""
+Turns = tuple[tuple[int, ...], ...]
+"""Token ids of one sequence: of a prompt, of the response with the end-of-sequence token at its end, of what follows it
+as the next prompt, of the next response, and so on."""
 
 
 @dataclass(frozen=True)
@@ -292,28 +293,45 @@ def load_problems(
     )
 
 
-def load_pairs(
+@dataclass(frozen=True)
+class TurnSets:
+    """Sequences for supervised learning. ``held_out``: sequences of each held-out set, by the set's name."""
+
+    train: Sequence[Turns]
+    held_out: Mapping[str, Sequence[Turns]]
+
+
+def load_turns(
     path: str | Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
     form: PromptForm,
     embedding_rows: int | None = None,
-) -> list[Pair]:
-    """Read and tokenise prompt-response pairs for supervised learning.
+    only_last: bool = False,
+) -> list[Turns]:
+    """Read and tokenise prompts and responses for supervised learning, as ``records.turns_of`` finds them.
 
-    Prompts are as in ``load_problems``. The response is text under ``response``; its ids end with the end-of-sequence
-    token. Raises DataError for a record without prompt or response, and for a token beyond the ``embedding_rows``.
+    Each prompt is rendered as for a response that is sampled. The turns of a conversation are one sequence as long as
+    the next prompt begins with the ids of the turns before it; where it does not, because a template drops the thoughts
+    of earlier turns, for example, a new sequence begins with the whole prompt. ``only_last``: learn only the last
+    response of a conversation. Raises DataError for a record without prompt or response, and for a token beyond the
+    ``embedding_rows``.
     """
-    records, locations, *_ = read_all_records(path)
+    records, record_locations, *_ = read_all_records(path)
     prompts: list[Prompt] = []
     responses: list[str] = []
     tools: list[Tools] = []
-    for record, location in zip(records, locations, strict=True):
-        prompt = prompt_of(record, location)
-        prompts.append(prompt)
-        responses.append(_response(record, location))
-        tools.append(tools_of(record, location))
-        refuse_media(record, prompt, location)
+    locations: list[str] = []
+    begins_record: list[bool] = []
+    for record, location in zip(records, record_locations, strict=True):
+        turns = turns_of(record, location)
+        for prompt, response in turns[-1:] if only_last else turns:
+            begins_record.append(not locations or locations[-1] != location)
+            prompts.append(prompt)
+            responses.append(response)
+            tools.append(tools_of(record, location))
+            locations.append(location)
+        refuse_media(record, turns[-1][0], location)
     if tokenizer.eos_token_id is None:
         raise DataError(f"{path}: the tokenizer has no end-of-sequence token to end responses with")
     prompt_ids = tokenise(tokenizer, prompts, form, locations, tools)
@@ -322,13 +340,20 @@ def load_pairs(
         _refuse_tokens_beyond(embedding_rows, tokenizer, ids, locations)
     for warning in prompt_end_warnings(tokenizer, prompt_ids):
         log.warning("%s: %s", path, warning)
-    pairs: list[Pair] = []
-    for prompt_tokens, response_tokens in zip(prompt_ids, response_ids, strict=True):
+    sequences: list[Turns] = []
+    for prompt_tokens, response_tokens, is_first in zip(
+        prompt_ids, response_ids, begins_record, strict=True
+    ):
         # A response's own text may have the end token already.
         has_end = response_tokens[-1:] == [tokenizer.eos_token_id]
         end_tokens = () if has_end else (tokenizer.eos_token_id,)
-        pairs.append((prompt_tokens, (*response_tokens, *end_tokens)))
-    return pairs
+        turn = (*response_tokens, *end_tokens)
+        turns_before = () if is_first else tuple(chain(*sequences[-1]))
+        if turns_before and prompt_tokens[: len(turns_before)] == turns_before:
+            sequences[-1] = (*sequences[-1], prompt_tokens[len(turns_before) :], turn)
+        else:
+            sequences.append((prompt_tokens, turn))
+    return sequences
 
 
 def embedding_rows(folder: str | Path) -> int | None:
@@ -375,15 +400,6 @@ def _refuse_tokens_beyond(
             f"embedding (vocab_size of its config.json); {len(unknown_tokens)} of {len(prompt_ids)} texts have such "
             "tokens. Give the model's own tokenizer, or a model with more rows"
         )
-
-
-def _response(record: Mapping[str, Any], location: str) -> str:
-    if "response" not in record:
-        raise DataError(f"{location}: no response; expected 'response', found {keys(record)}")
-    response = record["response"]
-    if not isinstance(response, str) or not response.strip():
-        raise DataError(f"{location}: 'response' is {shorten(response)}, expected text")
-    return response
 
 
 def _messages(prompt: Prompt) -> tuple[Mapping[str, Any], ...]:

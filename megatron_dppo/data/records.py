@@ -432,6 +432,62 @@ def prompt_of(record: Mapping[str, Any], location: str, key: str | None = None) 
     return prompt
 
 
+CONVERSATION_KEYS: Keys = (("messages", "conversations"),)
+"""Columns of a conversation whose assistant messages are learned."""
+
+
+_NOT_IN_CONTENT = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
+"""Keys of an assistant message for what the model writes beside ``content``, in an order that a template decides."""
+
+
+def turns_of(record: Mapping[str, Any], location: str) -> list[tuple[Prompt, str]]:
+    """Read what a record teaches: pairs of a prompt and the response to it.
+
+    With text under ``response`` it is one pair, and the prompt is as in ``prompt_of``. Without, the record has a
+    conversation, and each of its assistant messages is the response to the messages before it. Raises DataError if the
+    record has neither, and for an assistant message that is no text or follows another one.
+    """
+    conversation = next(iter(_values(record, CONVERSATION_KEYS).items()), None)
+    if "response" in record or conversation is None:
+        return [(prompt_of(record, location), _response(record, location))]
+    key, value = conversation
+    entries = _conversation(value) or []
+    turns: list[tuple[Prompt, str]] = []
+    for number, entry in enumerate(entries, 1):
+        # A message of the assistant at the beginning answers nothing, so it is only read.
+        if number == 1 or _role_of(entry) != "assistant":
+            continue
+        place = f"{location}: message {number} of {key!r}"
+        if _role_of(entries[number - 2]) == "assistant":
+            raise DataError(
+                f"{place} follows a message of the assistant, expected one message a turn"
+            )
+        message = _message(entry)
+        if message is None or not message["content"].strip() or message.keys() & _NOT_IN_CONTENT:
+            raise DataError(
+                f"{place} is {shorten(entry)}, expected content as the model writes it, with thoughts and calls of "
+                "tools in it as text"
+            )
+        turns.append((_prompt(entries[: number - 1], key, location), message["content"]))
+    if not turns:
+        raise DataError(
+            f"{location}: {key!r} has no message of the assistant after another one, expected one, or 'response'"
+        )
+    return turns
+
+
+def _response(record: Mapping[str, Any], location: str) -> str:
+    if "response" not in record:
+        raise DataError(
+            f"{location}: no response; expected 'response', or 'messages' with answers of the assistant, found "
+            f"{keys(record)}"
+        )
+    response = record["response"]
+    if not isinstance(response, str) or not response.strip():
+        raise DataError(f"{location}: 'response' is {shorten(response)}, expected text")
+    return response
+
+
 def answer_of(record: Mapping[str, Any], key: str | None = None) -> str:
     """Read the answer under ``key``; None: under one of ``ANSWER_KEYS``.
 

@@ -365,6 +365,27 @@ def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
     finish(axes, "Entropy", "nats per token", handles if len(runs) == 1 else [])
 
 
+def draw_likelihood(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw the mean of -log pi of a supervised run: of each step's responses, and of each held-out set."""
+    handles = plot_metrics(axes, runs, in_panel("likelihood"))
+    held_out_sets: set[str] = set()
+    for index, run in enumerate(runs):
+        colour = VERMILION
+        if len(runs) > 1:
+            colour = RUN_COLOURS[index]
+        for name in sorted(set().union(*run.records)):
+            held_out_set = metric_names.held_out_loss_set(name)
+            if held_out_set is not None:
+                held_out_sets.add(held_out_set)
+                points = series(run.records, name)
+                axes.plot(*points, "--s", color=colour, linewidth=1.6, markersize=5)
+    if held_out_sets:
+        legend = f"held-out: {', '.join(sorted(held_out_sets))}"
+        handles.append(_handle(legend, runs, VERMILION, "--", "s"))
+    mark_empty(axes, handles)
+    finish(axes, "Likelihood of the responses", "mean -log pi, nats per token", handles)
+
+
 def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the model's FLOP/s on one rank.
 
@@ -635,7 +656,10 @@ def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -
 
 
 def _panels(runs: list[RunRecords]) -> list[Callable[[Axes, list[RunRecords]], None]]:
-    """Return the functions that draw the page's panels: six, and more for what the runs recorded."""
+    """Return the functions that draw the page's panels: six, and more for what the runs recorded; for supervised runs,
+    two."""
+    if is_recorded(runs, metric_names.NEGATIVE_LOG_LIKELIHOOD):
+        return [draw_likelihood, draw_time]
     panels: list[Callable[[Axes, list[RunRecords]], None]] = list(PANELS)
     if is_recorded(runs, *USE_METRICS):
         panels += USE_PANELS

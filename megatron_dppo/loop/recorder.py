@@ -97,7 +97,7 @@ class Recorder(Closing):
             resume_step = first_step + 1 if first_step else 0
             self._open(resume_step, mark or {})
             self._trackers = self._stack.enter_context(
-                self._opened_trackers(tracking or TrackingConfig(), config or {}, resume_step)
+                opened_trackers(run, tracking or TrackingConfig(), config or {}, resume_step)
             )
         self._console = StepTable(info.dtype, run.steps)
 
@@ -137,25 +137,6 @@ class Recorder(Closing):
         if unwritten:
             files = ", ".join(sorted(unwritten))
             log.info("lines that an earlier start could not write are written now: %s", files)
-
-    def _opened_trackers(
-        self, tracking: TrackingConfig, config: Mapping[str, Any], resume_step: int
-    ) -> Trackers:
-        """Return the configured trackers. Raises RecordingError if a tracker can't be found or opened."""
-        directory = Path(self._run.directory)
-        try:
-            builders = find_trackers(tracking.trackers)
-            run = TrackedRun(
-                run_id(directory),
-                tracking.project,
-                tracking.name or directory.resolve().name,
-                directory,
-                config,
-                resume_step,
-            )
-        except (ValueError, OSError) as error:
-            raise RecordingError(f"tracking.trackers: {error}") from error
-        return Trackers(builders, run)
 
     def _compare(self, rows: Sequence[records.Record], mark: Mapping[str, Any]) -> None:
         """Log a warning if the records, ``rows``, were altered since the checkpoint.
@@ -363,6 +344,30 @@ class Recorder(Closing):
             )
         report_text = ", ".join(map(str, reports.values())) or "not drawn: no package registers one"
         log.info("done: %d steps; report in %s", summary.steps, report_text)
+
+
+def opened_trackers(
+    run: RunConfig, tracking: TrackingConfig, config: Mapping[str, Any], resume_step: int
+) -> Trackers:
+    """Return the trackers that ``tracking`` names, for steps from ``resume_step`` on.
+
+    ``config``: the run's configuration, which the trackers receive. Raises RecordingError if a tracker can't be found
+    or opened.
+    """
+    directory = Path(run.directory)
+    try:
+        builders = find_trackers(tracking.trackers)
+        tracked_run = TrackedRun(
+            run_id(directory),
+            tracking.project,
+            tracking.name or directory.resolve().name,
+            directory,
+            config,
+            resume_step,
+        )
+    except (ValueError, OSError) as error:
+        raise RecordingError(f"tracking.trackers: {error}") from error
+    return Trackers(builders, tracked_run)
 
 
 def draw_reports(directory: Path) -> dict[str, Path]:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.schema import CheckpointConfig, RunConfig
+from megatron_dppo.config.schema import RunConfig, StoredCheckpointsConfig
 from megatron_dppo.loop.run_state import ResumeError, RunState
 from megatron_dppo.metrics import records
 from megatron_dppo.trainer.checkpoint.directory import (
@@ -89,7 +89,7 @@ def check_fresh_start(run: RunConfig, unusable: Sequence[str], history: records.
 
 def resume(
     run: RunConfig,
-    checkpoints: CheckpointConfig,
+    checkpoints: StoredCheckpointsConfig,
     trainer: Trainer,
     store: CheckpointStore,
     identity: dict[str, Any],

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.checkpoint.directory import DamagedCheckpointError
 
@@ -141,7 +141,7 @@ _LATER_FIELDS = {"weights", "settings"}
 """Fields that checkpoints of earlier versions lack."""
 
 
-def settings_of(config: TrainConfig) -> dict[str, Any]:
+def settings_of(config: PolicyConfig) -> dict[str, Any]:
     """Return the whole configuration as plain JSON, without ``run.resume``: each start may choose its value."""
     settings = config.model_dump(mode="json")
     del settings["run"]["resume"]

@@ -60,8 +60,12 @@ class RunInfo:
         dtype = config["model"]["dtype"]
         if config.get("engine", {}).get("quantization") is not None:
             dtype = config["engine"]["quantization"]
+        # A supervised run has no algorithm of RL.
+        algorithm = "supervised"
+        if "algorithm" in config:
+            algorithm = config["algorithm"]["name"]
         return cls(
-            algorithm=config["algorithm"]["name"],
+            algorithm=algorithm,
             layout=describe_layout(config["parallel"]),
             model=Path(config["model"]["hf_checkpoint"]).name,
             dtype=dtype,

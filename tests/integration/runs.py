@@ -24,6 +24,7 @@ from tests.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, GROUP = 8, 4
+TRAIN = "megatron_dppo.train"
 
 
 def write_material(folder: Path, family: str = "qwen3_moe", **model: Any) -> Path:
@@ -69,7 +70,7 @@ def write_material(folder: Path, family: str = "qwen3_moe", **model: Any) -> Pat
 
 
 class TrainingRun:
-    """One ``megatron_dppo.train`` process as a user starts it. The exit of the context kills it.
+    """One ``megatron_dppo.train`` process, or one of ``module``, as a user starts it. The exit of the context kills it.
 
     With ``shares_imports`` its processes are forks of this process's fork servers, so that only the first run imports
     the libraries. Then only one run may be active at a time: the forks of the fork servers count as its family.
@@ -83,16 +84,17 @@ class TrainingRun:
         *overrides: str,
         variables: Mapping[str, str] | None = None,
         shares_imports: bool = True,
+        module: str = TRAIN,
     ) -> None:
         settings = dict(yaml.safe_load(config.read_text()))
         given = dict(o.split("=", 1) for o in overrides)
         self.directory = Path(given.get("run.directory", settings["run"]["directory"]))
         self.output = self.directory.with_suffix(f".{time.monotonic_ns()}.out")
-        self._shares_imports = shares_imports
+        self._shares_imports = shares_imports and module == TRAIN
         self._config, self._overrides = config, overrides
         own_variables = environment_without("PYTEST_CURRENT_TEST")
         self._variables = {**own_variables, "PYTHONPATH": str(ROOT), **(variables or {})}
-        self._command = [sys.executable, "-m", "megatron_dppo.train", str(config), *overrides]
+        self._command = [sys.executable, "-m", module, str(config), *overrides]
 
     def __enter__(self) -> TrainingRun:
         servers = SharedForkServers()

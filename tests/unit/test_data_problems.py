@@ -23,9 +23,9 @@ from megatron_dppo.data.problems import (
     DataKeys,
     ProblemSet,
     PromptForm,
-    load_pairs,
     load_problems,
     load_tokenizer,
+    load_turns,
     token_counts,
 )
 from megatron_dppo.data.records import (
@@ -625,7 +625,7 @@ def test_arguments_of_the_chat_template_reach_every_prompt(tmp_path, load, token
         assert problem_set.problems[0].prompt_ids == expected
         path = tmp_path / "pairs.jsonl"
         path.write_text('{"prompt": "1+1", "response": "2"}')
-        assert load_pairs(path, tokenizer, form=form)[0][0] == expected
+        assert load_turns(path, tokenizer, form=form)[0][0] == expected
         assert token_counts(tokenizer, ["1+1"], form, ["1"]) == [len(expected)]
         assert repr(form) == repr(PromptForm())
 
@@ -634,7 +634,7 @@ def test_pairs_end_with_the_end_token(tmp_path, tokenizer):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prompt": "1+1", "response": "2"}\n{"prompt": "1+2", "response": "=3"}\n')
     encode = tokenizer.encode
-    assert load_pairs(path, tokenizer, form=PromptForm(False)) == [
+    assert load_turns(path, tokenizer, form=PromptForm(False)) == [
         (tuple(encode("1+1")), (*encode("2"), tokenizer.eos_token_id)),
         (tuple(encode("1+2")), (*encode("=3"), tokenizer.eos_token_id)),
     ]
@@ -643,7 +643,7 @@ def test_pairs_end_with_the_end_token(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "1"}', r"no response; expected 'response', found \['prompt'\]"),
+        ('{"prompt": "1"}', r"no response; expected 'response', .*, found \['prompt'\]"),
         ('{"prompt": "1", "response": ""}', "'response' is \"\", expected text"),
         ('{"prompt": "1", "response": 2}', "'response' is 2, expected text"),
         ('{"response": "2"}', "no prompt"),
@@ -653,7 +653,101 @@ def test_a_bad_pair_is_named(tmp_path, tokenizer, line, message):
     path = tmp_path / "pairs.jsonl"
     path.write_text(line)
     with pytest.raises(DataError, match=rf"pairs\.jsonl, line 1: {message}"):
-        load_pairs(path, tokenizer, form=PromptForm(False))
+        load_turns(path, tokenizer, form=PromptForm(False))
+
+
+CONVERSATION = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "1+2"},
+    {"role": "assistant", "content": "3"},
+]
+KEEPS_TURNS = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# As templates that drop the thoughts of earlier turns, this one shows earlier answers in another form.
+CHANGES_TURNS = KEEPS_TURNS.replace("{{ m['content'] }}", "{{ m['content'] | upper }}!")
+
+
+def load_conversation(folder, tokenizer, template, messages=CONVERSATION, **options):
+    tokenizer.chat_template = template
+    path = folder / "turns.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    return load_turns(path, tokenizer, form=PromptForm(True), **options)
+
+
+def test_the_turns_of_a_conversation_are_one_sequence(tmp_path, tokenizer):
+    encode = tokenizer.encode
+    end = tokenizer.eos_token_id
+    assert load_conversation(tmp_path, tokenizer, KEEPS_TURNS) == [
+        (
+            tuple(encode("<system>s<user>1+1<assistant>")),
+            (*encode("2"), end),
+            tuple(encode("<user>1+2<assistant>")),
+            (*encode("3"), end),
+        )
+    ]
+
+
+def test_a_turn_that_a_template_shows_in_another_form_later_begins_a_sequence(tmp_path, tokenizer):
+    encode = tokenizer.encode
+    end = tokenizer.eos_token_id
+    assert load_conversation(tmp_path, tokenizer, CHANGES_TURNS) == [
+        (tuple(encode("<system>S!<user>1+1!<assistant>")), (*encode("2"), end)),
+        (
+            tuple(
+                encode(
+                    f"<system>S!<user>1+1!<assistant>2!{tokenizer.eos_token}<user>1+2!<assistant>"
+                )
+            ),
+            (*encode("3"), end),
+        ),
+    ]
+
+
+def test_only_the_last_turn_of_a_conversation_is_learned_if_asked(tmp_path, tokenizer):
+    encode = tokenizer.encode
+    prompt = f"<system>s<user>1+1<assistant>2{tokenizer.eos_token}<user>1+2<assistant>"
+    assert load_conversation(tmp_path, tokenizer, KEEPS_TURNS, only_last=True) == [
+        (tuple(encode(prompt)), (*encode("3"), tokenizer.eos_token_id))
+    ]
+
+
+def test_conversations_are_not_joined(tmp_path, tokenizer):
+    """The second conversation begins with the whole first one, and is a sequence of its own."""
+    tokenizer.chat_template = KEEPS_TURNS
+    path = tmp_path / "turns.jsonl"
+    rows = [json.dumps({"messages": CONVERSATION[:end]}) for end in (3, 5)]
+    path.write_text("\n".join(rows))
+    sequences = load_turns(path, tokenizer, form=PromptForm(True))
+    assert [len(turns) for turns in sequences] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        (CONVERSATION[:2], "has no message of the assistant after another one"),
+        (CONVERSATION[2:3], "has no message of the assistant after another one"),
+        (
+            [*CONVERSATION, CONVERSATION[2]],
+            "message 6 of 'messages' follows a message of the assistant",
+        ),
+        (
+            [CONVERSATION[1], {"role": "assistant", "content": "2", "reasoning_content": "hm"}],
+            "message 2 of 'messages' is",
+        ),
+        (
+            [CONVERSATION[1], {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+            "message 2 of 'messages' is",
+        ),
+    ],
+)
+def test_a_conversation_without_a_turn_to_learn_is_named(tmp_path, tokenizer, messages, words):
+    with pytest.raises(DataError, match=mentioning("line 1", words)):
+        load_conversation(tmp_path, tokenizer, KEEPS_TURNS, messages)
 
 
 def test_pairs_want_a_tokenizer_with_an_end(tmp_path):
@@ -662,7 +756,7 @@ def test_pairs_want_a_tokenizer_with_an_end(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prompt": "1+1", "response": "2"}')
     with pytest.raises(DataError, match=r"pairs\.jsonl: "):
-        load_pairs(path, tokenizer, form=PromptForm(False))
+        load_turns(path, tokenizer, form=PromptForm(False))
 
 
 @pytest.mark.parametrize("form", [{}, {"apply_chat_template": False}])
@@ -700,7 +794,7 @@ def test_a_response_beyond_the_embedding_is_refused_with_its_line(tmp_path):
     pairs = [{"prompt": "1", "response": "1"}, {"prompt": "1", "response": "<extra_1>"}]
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     with pytest.raises(DataError, match=rf"{path}, line 2: .* {rows} "):
-        load_pairs(path, tokenizer, form=PromptForm(False), embedding_rows=rows)
+        load_turns(path, tokenizer, form=PromptForm(False), embedding_rows=rows)
 
 
 def problems_of(path, tokenizer, **keys_of):
@@ -894,7 +988,7 @@ def test_the_hash_of_a_folder_covers_all_files_and_their_order(folder, tokenizer
 def test_pairs_of_a_folder(tmp_path, tokenizer):
     for name, text in (("b.jsonl", "2"), ("a.jsonl", "1")):
         (tmp_path / name).write_text(json.dumps({"prompt": text, "response": text}))
-    pairs = load_pairs(tmp_path, tokenizer, form=PromptForm(False))
+    pairs = load_turns(tmp_path, tokenizer, form=PromptForm(False))
     assert [tokenizer.decode(prompt) for prompt, _ in pairs] == ["1", "2"]
 
 

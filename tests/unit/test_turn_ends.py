@@ -12,7 +12,7 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from megatron_dppo.data.problems import PromptForm, load_pairs, load_problems, template_warnings
+from megatron_dppo.data.problems import PromptForm, load_problems, load_turns, template_warnings
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.turn_ends import ResponseEnds, prompt_end_warnings
 from megatron_dppo.environments import ChatCall
@@ -160,7 +160,7 @@ def test_a_pair_ends_once(tmp_path):
     path = tmp_path / "pairs.jsonl"
     rows = [{"problem": "3+5", "response": text} for text in ("8", "8<|im_end|>")]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (_, plain), (_, ended) = load_pairs(path, tiny_tokenizer(), form=FORM)
+    (_, plain), (_, ended) = load_turns(path, tiny_tokenizer(), form=FORM)
     assert plain == ended
     assert plain.count(2) == 1
 

@@ -21,6 +21,7 @@ from megatron_dppo.diagnostics.report import (
     centred_mean,
     draw_arithmetic,
     draw_gap,
+    draw_likelihood,
     draw_masked,
     draw_reward,
     draw_update_bytes,
@@ -221,6 +222,21 @@ def test_a_run_that_recorded_one_of_the_gaps_shows_that_one_s_bound():
     assert f"{METRICS[names.GAP].line.legend} (at most {upper:g})" in texts
     _, bound = axes.lines
     assert bound.get_ydata()[0] == upper
+
+
+def test_a_supervised_run_shows_its_loss_and_those_of_held_out_sets():
+    axes = Figure().subplots()
+    likelihood, sums, words = (
+        names.NEGATIVE_LOG_LIKELIHOOD,
+        "evaluation/sums/nll",
+        "evaluation/words/nll",
+    )
+    rows = [{"step": 0, sums: 3.0, words: 4.0}, {"step": 1, likelihood: 2.0, sums: 1.0}]
+    draw_likelihood(axes, [RunRecords("run", rows)])
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    assert drawn == [([1], [2.0]), ([0, 1], [3.0, 1.0]), ([0], [4.0])]
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts == ["training", "held-out: sums, words"]
 
 
 def test_a_run_without_advantages_has_nothing_to_mask():

@@ -1,0 +1,298 @@
+"""A supervised run on one rank: maximum likelihood of responses, with held-out loss, records and checkpoints.
+
+The loss of a step is the mean over the step's response tokens of -log pi(token | tokens before it), in nats. A stopped
+run goes on from its newest checkpoint, and computes what an uninterrupted run computes, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_dppo.algorithms.likelihood import negative_log_likelihood
+from megatron_dppo.algorithms.policy_loss import LossSums
+from megatron_dppo.config.schema import SupervisedConfig
+from megatron_dppo.data.balancing import plan_mini_batch
+from megatron_dppo.data.packing import PackedBatch, pack, padded_length
+from megatron_dppo.data.problems import Turns, TurnSets
+from megatron_dppo.data.sampling import ProblemSampler
+from megatron_dppo.data.seal import text_digest
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.logging import fatal
+from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
+from megatron_dppo.loop.evaluation import last_due
+from megatron_dppo.loop.recorder import RecordingError, opened_trackers
+from megatron_dppo.loop.resuming import resume
+from megatron_dppo.loop.run_state import ResumeError, RunState, changes_of, settings_of
+from megatron_dppo.metrics import records
+from megatron_dppo.metrics import table as metric_names
+from megatron_dppo.metrics.phase_timer import PhaseTimer
+from megatron_dppo.metrics.progress import progress
+from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.shape import forward_flops
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.trainer.checkpoint.store import CheckpointStore
+from megatron_dppo.trainer.collectives import all_gather_json, any_rank, on_rank_0
+from megatron_dppo.trainer.run_export import export
+from megatron_dppo.trainer.trainer import Trainer
+from megatron_dppo.trainer.watchdog import patience
+from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
+
+log = logging.getLogger(__name__)
+
+
+def run_supervised_rank(config: SupervisedConfig, data: TurnSets) -> None:
+    """Train until ``run.steps`` or until a clean stop, and leave a checkpoint behind. Collective over all ranks.
+
+    Errors that the user can correct end the process with a message.
+    """
+    stop = StopFlag().install()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    try:
+        with run_fence(config.run.directory) as fence, ExitStack() as stack:
+            SupervisedRun(config, data, stop, fence, stack).to_the_end()
+    except RunError as error:
+        fatal(f"{type(error).__name__}: {error}")
+
+
+class SupervisedRun:
+    """What the steps of a supervised run need. The constructor opens it, ``stack`` closes it.
+
+    Args:
+        config: configuration of the run.
+        data: training sequences and held-out sequences.
+        stop: whether a clean stop was requested.
+        fence: raises once another start of the run has taken over.
+        stack: closes what the constructor opens.
+    """
+
+    def __init__(
+        self,
+        config: SupervisedConfig,
+        data: TurnSets,
+        stop: StopFlag,
+        fence: RunFence,
+        stack: ExitStack,
+    ) -> None:
+        self._config = config
+        self._data = data
+        self._should_stop = stop
+        self._fence = fence
+        self._timer = PhaseTimer()
+        with self._timer("start"), patience("others start"):
+            self._trainer = Trainer(config)
+        fence.join()
+        directory = Path(config.run.directory)
+        self._store = CheckpointStore(
+            directory / records.CHECKPOINTS_FOLDER,
+            config.checkpoint.keep,
+            fence.check_together,
+            background=config.checkpoint.background,
+            published=partial(records.remember_checkpoint, directory),
+        )
+        stack.callback(self._store.close)
+        self._sampler = ProblemSampler(len(data.train), config.run.seed)
+        self._state = self._resume()
+        self._saved_step = self._state.step
+        self._writer: records.MetricsWriter | None = None
+        if self._trainer.topology.rank == 0:
+            # A new run also writes the record of step 0.
+            resume_step = self._state.step + 1 if self._state.step else 0
+            self._writer = records.MetricsWriter(directory, resume_step)
+            self._trackers = stack.enter_context(
+                opened_trackers(config.run, config.tracking, config.model_dump(), resume_step)
+            )
+
+    def to_the_end(self) -> None:
+        """Train until the last step or until a stop, and leave a checkpoint behind."""
+        try:
+            self._train()
+        except RunStoppedError as stopped:
+            self._save()
+            self._finish_checkpoint()
+            log.info("%s; the same command resumes after step %d", stopped, self._state.step)
+            return
+        self._finish_checkpoint()
+        self._fence.check_together()
+        with patience("others export"):
+            export(self._config.run.directory, self._trainer, None)
+
+    def _train(self) -> None:
+        steps = self._config.run.steps
+        state = self._state
+        with progress("supervised training", steps) as bar:
+            if state.step == 0:
+                self._record(self._held_out_losses())
+            while state.step < steps:
+                values = self._step()
+                state.step += 1
+                state.sampler = self._sampler.state_dict()
+                if self._is_due(self._config.evaluation.every):
+                    values |= self._held_out_losses()
+                self._record(values)
+                if self._is_due(self._config.checkpoint.every):
+                    self._save()
+                self._store.poll()
+                loss = values[metric_names.NEGATIVE_LOG_LIKELIHOOD]
+                bar.update(completed=state.step, note=f"{loss:.3f} nats a token")
+                # A signal reaches the ranks at different moments.
+                if any_rank(self._should_stop()):
+                    raise RunStoppedError(f"stopped after step {state.step}")
+
+    def _step(self) -> dict[str, float]:
+        """Make one optimiser step. Return the step's metrics; its loss is the loss before the step."""
+        count = self._config.training.sequences_per_step
+        with self._timer("train"):
+            samples = [_trajectory(self._data.train[i]) for i in self._sampler.next(count)]
+            tokens = sum(sample.sampled for sample in samples)
+            result = self._trainer.train_mini_batch(
+                self._own_batches(samples), _loss, float(tokens)
+            )
+        return {
+            metric_names.NEGATIVE_LOG_LIKELIHOOD: result.metrics.values()[metric_names.LOSS]
+            / tokens,
+            metric_names.TRAINED_TOKENS: tokens,
+            metric_names.GRAD_NORM: result.grad_norm,
+            metric_names.LEARNING_RATE: result.lr,
+        }
+
+    def _held_out_losses(self) -> dict[str, float]:
+        """Return the mean of -log pi over the response tokens of each held-out set, nats, by metric. Collective."""
+        losses: dict[str, float] = {}
+        with self._timer("evaluation"):
+            for name, sequences in self._data.held_out.items():
+                losses[metric_names.held_out_loss(name)] = self._mean_loss(sequences)
+        return losses
+
+    def _mean_loss(self, sequences: Sequence[Turns]) -> float:
+        samples = [_trajectory(turns) for turns in sequences]
+        count = self._config.training.sequences_per_step
+        own_sum = 0.0
+        for start in range(0, len(samples), count):
+            for log_probs in self._trainer.log_probs(
+                self._own_batches(samples[start : start + count])
+            ):
+                own_sum -= log_probs.double().sum().item()
+        # All ranks of a replica have the same sum.
+        sum_of_replica = dict(all_gather_json([self._trainer.topology.dp_rank, own_sum]))
+        return sum(sum_of_replica.values()) / sum(sample.sampled for sample in samples)
+
+    def _own_batches(self, samples: Sequence[Trajectory]) -> list[PackedBatch]:
+        """Divide ``samples`` among the replicas, and return this replica's micro-batches."""
+        trainer = self._trainer
+        multiple = trainer.share.sequence_multiple
+        lengths = [padded_length(sample.length, multiple) for sample in samples]
+        cost = forward_flops(trainer.shape)
+        plan = plan_mini_batch(
+            lengths,
+            [cost(length) for length in lengths],
+            trainer.topology.dp_size,
+            self._config.training.micro_batch_tokens,
+            trainer.micro_batch_multiple,
+        )
+        batches: list[PackedBatch] = []
+        for indices in plan[trainer.topology.dp_rank]:
+            batch = pack(
+                [samples[i] for i in indices],
+                indices=indices,
+                pad_multiple=trainer.pad_multiple,
+                sequence_multiple=multiple,
+            )
+            batches.append(batch)
+        return batches
+
+    def _record(self, values: Mapping[str, float]) -> None:
+        """Write the metrics of the present step, with the seconds of its phases. Raises RecordingError."""
+        figures = {**values, **self._store.figures(), **self._timer.finish_step()}
+        if self._writer is None:
+            return
+        self._fence.check()
+        try:
+            self._writer.write(self._state.step, figures)
+        except OSError as error:
+            raise RecordingError(
+                f"{self._config.run.directory}/{records.RECORDS_FILE}: {error.strerror}"
+            ) from error
+        self._trackers.scalars(self._state.step, figures)
+
+    def _is_due(self, every: int) -> bool:
+        return last_due(self._state.step, every, self._config.run.steps) == self._state.step
+
+    def _resume(self) -> RunState:
+        """Load the state that this start continues from into the trainer and the sampler, and return it."""
+        run = self._config.run
+        self._fence.check_together()
+        identity = _identity(self._config, self._data.train)
+        state = resume(
+            run,
+            self._config.checkpoint,
+            self._trainer,
+            self._store,
+            identity,
+            replays=False,
+            nonce=self._fence.nonce,
+        )
+        if state is None:
+            self._require_no_export()
+            return RunState(sampler=self._sampler.state_dict(), identity=identity)
+        changes = changes_of(state, settings_of(self._config))
+        if changes is not None and self._trainer.topology.rank == 0:
+            log.warning("%s", changes)
+        try:
+            self._sampler.load_state_dict(state.sampler)
+        except ValueError as error:
+            raise ResumeError(
+                f"the checkpoint's position in the data does not fit: {error}; start anew with run.resume=never"
+            ) from error
+        return state
+
+    def _require_no_export(self) -> None:
+        """Raise CheckpointError if an export is there, and no checkpoint that it belongs to."""
+        out = Path(self._config.run.directory) / records.EXPORT_FOLDER
+        if any_rank(out.exists()):
+            raise CheckpointError(f"{out}: there already; remove it, or name another run.directory")
+
+    def _save(self) -> None:
+        """Start writing a checkpoint of this step, unless there is one; the previous checkpoint is complete before."""
+        state = self._state
+        if state.step == self._saved_step:
+            return
+        with self._timer("checkpoint"), patience("others save"):
+            state.weights = {self._trainer.weights_form(): self._trainer.weights_digest()}
+            state.settings = on_rank_0(partial(settings_of, self._config))
+            self._store.save(self._trainer, state.step, state.to_json())
+        self._saved_step = state.step
+
+    def _finish_checkpoint(self) -> None:
+        with patience("others save"):
+            self._store.finish()
+
+
+def _identity(config: SupervisedConfig, sequences: Sequence[Turns]) -> dict[str, object]:
+    """Return the settings that must not change between two starts of a run, with their values."""
+    return {
+        "data.train (hash of the token ids)": text_digest(sequences),
+        "run.seed": config.run.seed,
+    }
+
+
+def _trajectory(turns: Turns) -> Trajectory:
+    """Return the trajectory of ``turns``. Every second part of them is a response."""
+    mask = [np.full(len(ids), number % 2 == 1) for number, ids in enumerate(turns)]
+    return Trajectory(
+        problem_id=0,
+        sample_index=0,
+        token_ids=np.array([token for ids in turns for token in ids], np.int32),
+        loss_mask=np.concatenate(mask),
+    )
+
+
+def _loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:
+    return negative_log_likelihood(stats.log_probs, batch.loss_mask.to(stats.log_probs.device))
