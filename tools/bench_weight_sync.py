@@ -93,10 +93,6 @@ class Weights:
     def held_update(self) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def gather_bound(self) -> int:
-        """Bytes that one rank must exchange: 0."""
-        return 0
-
     def bytes_between_nodes(self, plan: Sequence[Bucket]) -> int:
         """Bytes that leave the node to be gathered: 0."""
         return 0

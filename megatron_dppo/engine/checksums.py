@@ -20,6 +20,7 @@ from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.model import mapping, quantization
 from megatron_dppo.model.engine_layout import check_engine_layout
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shard_plan import kept_elements
 from megatron_dppo.tensor_hash import WORD, Part, TiledHash, add_parts
 
 EXPERT_MULTIPLE = {"cpu": 32, "cuda": 1}
@@ -163,6 +164,19 @@ class EngineTensors:
         if name.endswith(quantization.SCALE_SUFFIX):
             return torch.float32
         return block_fp8.DTYPE if quantization.is_quantized(name) else weights_dtype
+
+    def kept_bytes(self, weights_dtype: torch.dtype) -> int:
+        """Return the bytes of a checkpoint that all ranks hold: the fewest bytes that an update moves into the engine.
+
+        An element that several ranks hold counts for each of them, but only once if a rank holds it twice.
+        """
+        size = 0
+        for name, parts in self.parts.items():
+            in_order = sorted(parts, key=attrgetter("block.hf_start"))
+            held = ((part.rank, part.block) for part in in_order)
+            elements = kept_elements(self.shapes[name], held).total()
+            size += elements * self.sent_dtype(name, weights_dtype).itemsize
+        return size
 
     def _add(self, rank: int, parameter: mapping.EngineParameter) -> None:
         """Append the blocks of ``parameter`` to the engine tensor that holds it on ``rank``."""

@@ -514,7 +514,7 @@ UPDATE_BYTES_MOVED = _metric(
 )
 UPDATE_BYTES_BOUND = _metric(
     "weights/bytes_bound",
-    "the static lower bound of weights/bytes_moved",
+    "the fewest bytes that any plan moves into the engines",
     line=Line("update bytes", "bound", "bound", scale=1e-9),
 )
 UPDATE_BYTES_OVER_BOUND = _metric(

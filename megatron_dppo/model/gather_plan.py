@@ -40,13 +40,14 @@ ParameterKey = tuple[int, str]
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One rank's part of a Hugging Face tensor: ``segment`` of the rank's parameter ``name``, which has the shape
-    ``local_shape``."""
+    ``local_shape``. All ``holders`` have the same part; ``rank`` is the first of them."""
 
     rank: int
     chunk: int
     name: str
     local_shape: Dims
     segment: Segment
+    holders: range = range(0)
 
     @property
     def key(self) -> ParameterKey:
@@ -151,7 +152,9 @@ def _plan(
             continue
         for p in primary_of(rank):
             for segment in p.segments:
-                pieces[segment.hf_name].append(Piece(rank, p.chunk, p.name, p.shape, segment))
+                pieces[segment.hf_name].append(
+                    Piece(rank, p.chunk, p.name, p.shape, segment, p.holders)
+                )
     sources: list[TensorSources] = []
     for name, dims in tensors.items():
         sorted_pieces = sorted(pieces[name], key=attrgetter("segment.hf_start"))

@@ -112,6 +112,7 @@ class LocalParameter:
             of the vocabulary, or a bias that only an engine's first rank adds.
         is_primary: True on exactly one of the ranks that hold the same values, and never for the copy of a tied
             embedding on the last stage.
+        holders: Trainer ranks that hold the same values, in order. A primary parameter's first holder is its own rank.
     """
 
     chunk: int
@@ -119,6 +120,7 @@ class LocalParameter:
     shape: Dims
     segments: tuple[Segment, ...]
     is_primary: bool
+    holders: range = range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,24 +395,36 @@ def _trainer_parameters(
 ) -> Iterator[LocalParameter]:
     raise_faults(holding_faults(layout.sizes, shape))
     coordinates = layout.coordinates(rank)
+    stage_start = coordinates.pp * layout.stage_ranks
+    stage_end = stage_start + layout.stage_ranks
     # Experts are replicated over edp, all other parameters over dp and cp; the first replica is the primary holder.
     for chunk in range(layout.chunks):
         for row in _chunk_rows(shape, layout, coordinates, chunk):
             rule = row.rule
             if row.is_expert:
-                is_first_copy = coordinates.edp == 0
                 part = (coordinates.etp, layout.expert_tensor)
+                first_holder = stage_start + coordinates.ep * layout.expert_tensor
+                holders_step = layout.expert * layout.expert_tensor
             else:
-                is_first_copy = coordinates.dp == 0 and coordinates.cp == 0
                 part = (coordinates.tp, layout.tensor)
-            is_primary = is_first_copy and (rule.tensor_parallel or part[0] == 0)
-            is_primary = is_primary and not row.is_tied_copy
+                first_holder = stage_start
+                # All ranks of the stage hold a parameter that is not divided.
+                holders_step = layout.tensor if rule.tensor_parallel else 1
+            if rule.tensor_parallel:
+                first_holder += part[0]
+            holders = range(first_holder, stage_end, holders_step)
+            is_primary = rank == first_holder and not row.is_tied_copy
             if is_primary or not primary_only:
-                yield _parameter(shape, row, part, chunk, is_primary)
+                yield _parameter(shape, row, part, chunk, is_primary, holders)
 
 
 def _parameter(
-    shape: ModelShape, row: _MappingRow[Rule], part: tuple[int, int], chunk: int, is_primary: bool
+    shape: ModelShape,
+    row: _MappingRow[Rule],
+    part: tuple[int, int],
+    chunk: int,
+    is_primary: bool,
+    holders: range,
 ) -> LocalParameter:
     """Build a parameter. ``part`` is the tensor-parallel rank and the number of these ranks."""
     shard = shard_of(row.rule.split, row.rule.sources, shape, *part)
@@ -420,6 +434,7 @@ def _parameter(
         shape=shard.shape,
         segments=_segments(shard, row),
         is_primary=is_primary,
+        holders=holders,
     )
 
 

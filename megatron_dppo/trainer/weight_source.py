@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -94,12 +93,6 @@ class TrainerWeights:
             elements += gather_plan.elements_between_nodes(bucket, node_ranks)
         return elements * self._trainer.dtype.itemsize
 
-    def gather_bound(self) -> int:
-        """Return the fewest bytes that ranks must exchange so that every tensor is whole on some rank."""
-        trainer = self._trainer
-        elements = gather_plan.fewest_gathered_elements(trainer.shape, trainer.layout)
-        return elements * trainer.dtype.itemsize
-
     def gather(self, plan: Sequence[gather_plan.Bucket]) -> Iterator[Gathered]:
         """Yield the current weights in the plan's buckets. Collective.
 
@@ -178,15 +171,6 @@ class AdapterWeights(TrainerWeights):
             bucket_bytes,
             trainer.dtype.itemsize,
         )
-
-    def gather_bound(self) -> int:
-        """Return the fewest bytes that ranks must exchange so that every A and B is whole on some rank."""
-        (whole_bucket,) = self.plan(sys.maxsize, spread=False)
-        elements = 0
-        for tensor in whole_bucket.tensors:
-            receiver = gather_plan.largest_holder(tensor)
-            elements += gather_plan.gathered_elements(tensor, receiver)
-        return elements * self._trainer.dtype.itemsize
 
 
 def ranks_per_sender(senders: str | None) -> int:

@@ -248,14 +248,10 @@ class AdapterUpdater(transaction.WeightUpdater):
     def _strategy_of(self, transfer: Transfer) -> Strategy:
         return AdapterStrategy(transfer, self.source.folder)
 
-    def _copies_and_bytes(self) -> tuple[int, int]:
-        if self._strategy is None or self._plan is None:
-            return 0, 0
-        elements = 0
-        for bucket in self._plan:
-            elements += sum(tensor.elements for tensor in bucket.tensors)
+    def _whole_bytes(self) -> int:
+        elements = sum(bucket.elements for bucket in self._plan or ())
         dtype: torch.dtype = getattr(torch, self.source.dtype_name)
-        return self._strategy.copies, elements * dtype.itemsize
+        return elements * dtype.itemsize
 
     def _is_due(self, check: str, period: int) -> bool:
         # ``verify_every`` has no effect here. Every update compares the adapters. The frozen model does not change, so

@@ -91,6 +91,10 @@ class Strategy:
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
 
+    def fewest_bytes(self, whole_bytes: int) -> int:
+        """Return the fewest bytes that any plan moves into the engines. ``whole_bytes``: the bytes of all weights."""
+        return whole_bytes
+
     def meeting_point(self) -> Any:
         """Return what the other ranks need to know of this rank before ``begin``, as JSON."""
         return None

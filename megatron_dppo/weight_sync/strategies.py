@@ -90,6 +90,10 @@ class DistributedStrategy(Strategy):
         """On rank 0: the requests to the engines for the buckets of all senders."""
         self._announcements: dict[str, Announcements] = {}
 
+    def fewest_bytes(self, whole_bytes: int) -> int:
+        """Return the bytes that the engines' ranks keep."""
+        return sum(engine.kept_bytes for engine in self._transfer.engines.members)
+
     def meeting_point(self) -> Any:
         """Return the _MeetingPoint of this rank's group, as a list; None on a rank that sends nothing."""
         if not self._transfer.sends:

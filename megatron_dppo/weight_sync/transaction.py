@@ -90,9 +90,6 @@ class WeightSource(Protocol):
         that the weights' type holds.
         """
 
-    def gather_bound(self) -> int:
-        """Return the fewest bytes that ranks must exchange so that every tensor is whole on some rank."""
-
     def bytes_between_nodes(self, plan: Plan) -> int:
         """Return the bytes that the plan's gathers send from one node to another."""
 
@@ -201,10 +198,8 @@ class UpdateReport:
         version: the committed version.
         bytes: bytes of the weights as the engines load them.
         bytes_moved: bytes that trainer ranks exchanged to make tensors whole, plus the bytes sent to engines.
-        bytes_bound: lower bound of ``bytes_moved`` for every plan. Each tensor must become whole on some rank. The
-            rank with the tensor's largest part needs the fewest bytes from other ranks. Then all weights are sent once
-            to each engine rank, because SGLang receives whole tensors. Strategies without broadcasts send all weights
-            only once.
+        bytes_bound: the fewest bytes that any plan moves into the engines. With ``distributed`` every engine rank
+            receives the bytes that it keeps. Other strategies send all weights once.
         seconds: time that the caller waited, by phase: drain, begin, memory (comparison before the update), gather (the
             trainer's collective), transfer (waiting for the engines), hash, arrive, end, verify, canary, commit.
         verified: whether every tensor was compared.
@@ -291,6 +286,7 @@ class RankFacts(NamedTuple):
         foreign_hosts: engine hosts other than the rank's own; empty if the rank sends nothing.
         copies: how many times each byte is sent to engines. Only rank 0's value is used.
         whole_bytes: bytes of all weights in the form that engines receive. Only rank 0's value is used.
+        fewest_bytes: the fewest bytes that any plan moves into the engines. Only rank 0's value is used.
         held: the result of ``WeightSource.held_update``.
     """
 
@@ -300,6 +296,7 @@ class RankFacts(NamedTuple):
     foreign_hosts: list[str]
     copies: int
     whole_bytes: int
+    fewest_bytes: int
     held: Sequence[float] = (0.0, 0.0)
 
 
@@ -310,12 +307,11 @@ def held_update(facts: Sequence[RankFacts]) -> float | None:
     return along / size if size > 0 else None
 
 
-def count_bytes(facts: Sequence[RankFacts], bound: int, between_nodes: int) -> dict[str, int]:
+def count_bytes(facts: Sequence[RankFacts], between_nodes: int) -> dict[str, int]:
     """Compute the byte counts of an UpdateReport.
 
     Args:
         facts: by rank.
-        bound: the fewest bytes that ranks must exchange.
         between_nodes: the bytes that ranks exchange between nodes.
     """
     copies = facts[0].copies
@@ -334,7 +330,7 @@ def count_bytes(facts: Sequence[RankFacts], bound: int, between_nodes: int) -> d
     return {
         "bytes": sent_bytes,
         "bytes_moved": received_bytes + copies * sent_bytes,
-        "bytes_bound": bound + copies * whole_bytes,
+        "bytes_bound": facts[0].fewest_bytes,
         "bytes_between_nodes": between_nodes,
         "bytes_between_nodes_bound": whole_bytes * len(foreign_to_all),
         "bytes_into_node_bound": whole_bytes if foreign_to_all else 0,
@@ -465,11 +461,7 @@ class WeightUpdater:
         # A comparison that is due while the served version has no digests stays due until a version has digests.
         self._count(verify=verify, canary=score, memory=compared_version is not None)
         committed_at = time.perf_counter()
-        counts = count_bytes(
-            facts,
-            bound=self.source.gather_bound(),
-            between_nodes=self.source.bytes_between_nodes(self._plan or ()),
-        )
+        counts = count_bytes(facts, between_nodes=self.source.bytes_between_nodes(self._plan or ()))
         return UpdateReport(
             version=version,
             **counts,
@@ -880,24 +872,27 @@ class WeightUpdater:
         bound_method = getattr(self._strategy, method.__name__)
         return phases.run(phase, bound_method, *arguments, **options)
 
-    def _copies_and_bytes(self) -> tuple[int, int]:
-        """Return ``copies`` and ``whole_bytes`` of RankFacts."""
-        if self._strategy is None or self._engines is None or self._plan is None:
-            return 0, 0
+    def _byte_facts(self) -> tuple[int, int, int]:
+        """Return ``copies``, ``whole_bytes`` and ``fewest_bytes`` of RankFacts."""
+        if self._strategy is None:
+            return 0, 0, 0
+        whole_bytes = self._whole_bytes()
+        return self._strategy.copies, whole_bytes, self._strategy.fewest_bytes(whole_bytes)
+
+    def _whole_bytes(self) -> int:
+        """Return the bytes of all weights in the form that engines receive."""
+        assert self._engines is not None
         first_engine = self._engines.first
-        total_bytes = 0
-        for bucket in self._plan:
-            total_bytes += first_engine.planned_header(bucket).bytes
-        return self._strategy.copies, total_bytes
+        return sum(first_engine.planned_header(bucket).bytes for bucket in self._plan or ())
 
     def _gather_facts(
         self, sent: int, received: int, partials: list[Any] | None
     ) -> list[RankFacts]:
         """Return the RankFacts of all ranks, by rank. Collective."""
-        copies, whole_bytes = self._copies_and_bytes()
+        byte_facts = self._byte_facts()
         hosts = self._foreign_hosts()
         held = self.source.held_update()
-        own_facts = RankFacts(sent, received, partials, hosts, copies, whole_bytes, held)
+        own_facts = RankFacts(sent, received, partials, hosts, *byte_facts, held)
         return [RankFacts(*values) for values in self.source.all_gather(list(own_facts))]
 
     def _foreign_hosts(self) -> list[str]:

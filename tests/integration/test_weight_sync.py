@@ -608,6 +608,8 @@ def test_two_engine_ranks(tmp_path: Path, ep_size: int) -> None:
         updates = updater(server.weights(), Source(weights), changes_only=True)
         report = updates.update(1)
         assert (report.verified, report.tensors) == (True, 2 * 21)
+        assert report.bytes_moved == 2 * report.bytes
+        assert report.bytes_bound == server.weights().tensors.kept_bytes(torch.float32)
         # The embedding is sent once, although the engine holds it twice.
         assert report.bytes == sum(t.nbytes for t in weights.values())
         assert_serves(server, trained, 1)

@@ -169,9 +169,6 @@ class Source:
     def held_update(self) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def gather_bound(self) -> int:
-        return 0
-
     def bytes_between_nodes(self, plan: Plan) -> int:
         return 0
 

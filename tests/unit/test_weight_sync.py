@@ -111,9 +111,6 @@ class Source:
     def held_update(self) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def gather_bound(self) -> int:
-        return 9
-
     def bytes_between_nodes(self, plan: Plan) -> int:
         return 0
 
@@ -283,8 +280,8 @@ def test_a_whole_transaction() -> None:
     assert engine.calls[7:] == ["end", "flush", "checksums", "resume", "score", "7", "resume"]
     assert [t.tolist() for t in engine.loaded] == [[1.0, 1.0], [1.0] * 4]
     assert (report.version, report.tensors, report.verified) == (7, 3, True)
-    # The two buckets have 8 and 16 bytes. Each gather received 5 bytes. The source bounds the received bytes by 9.
-    assert (report.bytes, report.bytes_moved, report.bytes_bound) == (24, 24 + 10, 24 + 9)
+    # The two buckets have 8 and 16 bytes. Each gather received 5 bytes. The bound is one copy in shared memory.
+    assert (report.bytes, report.bytes_moved, report.bytes_bound) == (24, 24 + 10, 24)
     assert report.canary == CanaryReport(0.0, 0.0, 4 * 23)
     assert list(report.seconds) == [
         *("drain", "begin", "gather", "transfer", "hash", "arrive", "end", "verify"),
@@ -489,16 +486,18 @@ def test_the_report_adds_up_what_all_ranks_sent() -> None:
     """Rank 1 hashes nothing; rank 2 sends tensor d. The engine has what all three sent."""
     engine = Engine()
     engine.held = dict.fromkeys("abcd", "1")
-    source = SourceOfOneRank([100, 7, None, [], 0, 0], [50, 3, [["d"]], [], 0, 0])
+    source = SourceOfOneRank([100, 7, None, [], 0, 0, 0], [50, 3, [["d"]], [], 0, 0, 0])
     report = updater(engine, source=source).update(1)
     assert report.tensors == 4
     assert report.bytes == 24 + 100 + 50
     assert report.bytes_moved == (10 + 7 + 3) + 174  # gathered, and once to the engines
-    assert report.bytes_bound == 9 + 24
+    assert report.bytes_bound == 24
 
 
 def test_the_held_part_of_the_adapters_is_that_of_all_ranks() -> None:
-    source = SourceOfOneRank([0, 0, None, [], 0, 0, [1.0, 3.0]], [0, 0, None, [], 0, 0, [0.5, 3.0]])
+    source = SourceOfOneRank(
+        [0, 0, None, [], 0, 0, 0, [1.0, 3.0]], [0, 0, None, [], 0, 0, 0, [0.5, 3.0]]
+    )
     report = updater(Engine(), source=source).update(1)
     assert report.held_update == 0.25
     metric = "weights/held_update"
@@ -509,10 +508,10 @@ def test_the_held_part_of_the_adapters_is_that_of_all_ranks() -> None:
 
 
 def test_a_rank_without_engines_reports_rank_0s_figures() -> None:
-    source = SourceOfOneRank([24, 10, [["a", "b", "c"]], [], 2, 24], rank=1)
+    source = SourceOfOneRank([24, 10, [["a", "b", "c"]], [], 2, 24, 31], rank=1)
     updates = updater(Engine(), source=source)
     report = updates.update(4)
-    assert (report.bytes, report.bytes_moved, report.bytes_bound) == (24, 10 + 48, 9 + 48)
+    assert (report.bytes, report.bytes_moved, report.bytes_bound) == (24, 10 + 48, 31)
     assert (report.tensors, updates.committed_version) == (0, 4)
 
 
@@ -820,14 +819,14 @@ def test_a_loopback_server_beside_one_elsewhere_is_refused() -> None:
 def test_bytes_between_nodes_are_counted_for_each_host_of_engines() -> None:
     # Two ranks send 100 and 60 bytes, each byte three times. Rank 1 runs on the engines' host "b".
     facts = [
-        RankFacts(100, 7, None, ["a", "b"], 3, 160),
-        RankFacts(60, 5, None, ["a"], 3, 160),
-        RankFacts(0, 0, None, [], 0, 0),
+        RankFacts(100, 7, None, ["a", "b"], 3, 160, 190),
+        RankFacts(60, 5, None, ["a"], 3, 160, 0),
+        RankFacts(0, 0, None, [], 0, 0, 0),
     ]
-    assert count_bytes(facts, bound=10, between_nodes=4) == {
+    assert count_bytes(facts, between_nodes=4) == {
         "bytes": 160,
         "bytes_moved": 12 + 3 * 160,
-        "bytes_bound": 10 + 3 * 160,
+        "bytes_bound": 190,
         "bytes_between_nodes": 4 + 2 * 100 + 60,
         "bytes_between_nodes_bound": 160,
         "bytes_into_node_bound": 160,
@@ -848,12 +847,12 @@ def test_local_address_of_a_local_engine_is_loopback() -> None:
 
 
 def test_only_hosts_that_every_sender_is_foreign_to_bound_the_bytes_between_nodes() -> None:
-    first = RankFacts(10, 0, None, ["b"], 1, 10)
-    silent = RankFacts(0, 5, None, ["c", "d"], 0, 0)
-    second = RankFacts(5, 0, None, [], 0, 0)
+    first = RankFacts(10, 0, None, ["b"], 1, 10, 0)
+    silent = RankFacts(0, 5, None, ["c", "d"], 0, 0, 0)
+    second = RankFacts(5, 0, None, [], 0, 0, 0)
     for bound in ("bytes_between_nodes_bound", "bytes_into_node_bound"):
-        assert count_bytes([first, silent], 0, 0)[bound] == 10
-        assert count_bytes([first, second], 0, 0)[bound] == 0
+        assert count_bytes([first, silent], 0)[bound] == 10
+        assert count_bytes([first, second], 0)[bound] == 0
 
 
 def test_a_sender_tells_of_engines_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -876,8 +875,8 @@ def test_the_fewest_seconds_are_bytes_into_a_node_over_the_stated_rate(
     assert stated["weights/bound_s"] == pytest.approx(seconds, rel=1e-12)
     silent = updater(Engine()).update(1).metrics()
     assert "weights/bound_s" not in silent
-    # 24 bytes are sent once to one engine. 10 bytes are gathered, and at least 9 must be.
-    assert silent["weights/bytes_over_bound"] == stated["weights/bytes_over_bound"] == 34 / 33
+    # 24 bytes are sent once to one engine, as they must. 10 bytes are gathered.
+    assert silent["weights/bytes_over_bound"] == stated["weights/bytes_over_bound"] == 34 / 24
     assert silent["weights/bytes_into_node_bound"] == (24 if hosts else 0)
 
 

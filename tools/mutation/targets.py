@@ -53,6 +53,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "model/splits.py": ("conversion_tables", "conversion_proof", "model_layout"),
     "model/mapping.py": ("conversion_tables", "conversion_proof"),
     "model/resharding.py": ("conversion_proof", "weight_plan"),
+    "model/shard_plan.py": ("shard_plan", "weight_plan"),
     "checkpoint_conversion/adapters.py": ("peft_folder", "adapters"),
     "checkpoint_conversion/certificate.py": CONVERSION,
     "checkpoint_conversion/dist_reading.py": CONVERSION,

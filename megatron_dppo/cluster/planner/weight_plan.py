@@ -1,4 +1,8 @@
-"""The exact plan of a weight update: its buckets, each rank's bytes, and a check that each element is sent once."""
+"""The exact plan of a weight update: its buckets, each rank's bytes, and a check that each element is sent once.
+
+Beside it is the plan of an update in which every engine rank receives only what it keeps (``model.shard_plan``). No
+update is carried out by that plan yet.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,13 @@ from megatron_dppo.model import gather_plan
 from megatron_dppo.model.errors import ProofError
 from megatron_dppo.model.quantization import stored_bytes
 from megatron_dppo.model.resharding import check_sources
+from megatron_dppo.model.shard_plan import ShardPlan, prove_shards, shard_plan
 
 _COPIES = 2
 """Buffers for gathered buckets that a sender uses in turn (``checkpoint_conversion.gathering.Buffers``)."""
+
+_SHARD_BYTES = 64 << 20
+"""Largest message from shard to shard. Smaller messages are divided more evenly among the senders."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,13 @@ class WeightPlan:
         largest_bucket: Bytes of the largest bucket.
         sender_memory: Peak bytes of buckets on a sender: two gathered buckets, and the shards that it receives.
         engine_communicators: Bytes of NCCL's buffers on an engine GPU for the groups with senders.
+        moved: Bytes that ranks exchange, and that all engine GPUs receive.
+        kept: Bytes that all engine GPUs keep: the bound of ``moved``.
+        shard_messages: Number of messages if every engine GPU received only what it keeps.
+        shard_connections: Number of pairs of GPUs that would exchange these messages.
+        shard_sent: Bytes that the busiest trainer rank would send.
+        shard_steps: Sum over all steps of the bytes of the step's largest message. A port that receives at r bytes/s
+            needs at most the sum / r seconds for all messages.
         problems: The reasons why the update would be incomplete or wrong, one line for each.
     """
 
@@ -48,6 +63,12 @@ class WeightPlan:
     largest_bucket: int
     sender_memory: int
     engine_communicators: int
+    moved: int
+    kept: int
+    shard_messages: int
+    shard_connections: int
+    shard_sent: int
+    shard_steps: int
     problems: tuple[str, ...]
 
     @property
@@ -69,6 +90,14 @@ class WeightPlan:
         yield (
             f"memory: {gib(self.sender_memory)} of buckets on a sender, {gib(self.engine_communicators)} of NCCL's "
             f"buffers on an engine GPU for {len(self.sent)} groups"
+        )
+        yield (
+            f"engine GPUs: {gib(self.moved)} move, {gib(self.kept)} are kept: {self.moved / self.kept:.2f} x the bound"
+        )
+        yield (
+            f"shard to shard (not carried out yet): {self.shard_messages} messages between {self.shard_connections} "
+            f"pairs of GPUs; the busiest trainer rank sends {gib(self.shard_sent)}; the largest messages of all steps "
+            f"have {gib(self.shard_steps)}"
         )
         yield "\n".join(self.problems) or "every element is sent once"
 
@@ -105,21 +134,52 @@ def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
         elements_between_nodes += gather_plan.elements_between_nodes(bucket, ranks_per_node)
         largest_bucket = max(largest_bucket, bucket.elements)
         sender_elements = max(sender_elements, _COPIES * bucket.elements + received_elements)
+    shards = _shard_plan(facts)
+    weights = sum(sent_bytes.values())
+    gathered = gathered_elements * item_bytes
     fewest_gathered = gather_plan.fewest_gathered_elements(trainer.shape, trainer.layout)
     return WeightPlan(
         ranks=trainer.layout.world_size,
         tensors=tensors,
         buckets=len(buckets),
-        weights=sum(sent_bytes.values()),
+        weights=weights,
         sent=dict(sent_bytes),
-        gathered=gathered_elements * item_bytes,
+        gathered=gathered,
         gathered_bound=fewest_gathered * item_bytes,
         gathered_between_nodes=elements_between_nodes * item_bytes,
         largest_bucket=largest_bucket * item_bytes,
         sender_memory=sender_elements * item_bytes,
         engine_communicators=len(sent_bytes) * PER_COMMUNICATOR,
-        problems=tuple(plan_faults(buckets)),
+        moved=gathered + weights * len(shards.kept),
+        kept=shards.bound,
+        shard_messages=len(shards.messages),
+        shard_connections=len(shards.connections),
+        shard_sent=max(shards.sent.values()),
+        shard_steps=sum(shards.step_bytes),
+        problems=(*plan_faults(buckets), *_shard_faults(shards, facts)),
     )
+
+
+def _shard_plan(facts: RunFacts) -> ShardPlan:
+    return shard_plan(
+        facts.trainer.shape,
+        facts.trainer.layout,
+        [facts.engine.layout] * facts.engine.servers,
+        min(facts.bucket_bytes, _SHARD_BYTES),
+        facts.trainer.item_bytes,
+        quantized=facts.engine.quantized,
+    )
+
+
+def _shard_faults(plan: ShardPlan, facts: RunFacts) -> Iterator[str]:
+    """Report an element of an engine tensor that does not arrive exactly once."""
+    engine = facts.engine
+    servers = [engine.layout] * engine.servers
+    trainer = facts.trainer
+    try:
+        prove_shards(plan, trainer.shape, trainer.layout, servers, quantized=engine.quantized)
+    except ProofError as error:
+        yield str(error)
 
 
 def plan_faults(buckets: Sequence[gather_plan.Bucket]) -> Iterator[str]:

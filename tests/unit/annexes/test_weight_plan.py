@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.cluster.plan import main
+from megatron_dppo.cluster.planner import weight_plan as weight_plan_module
 from megatron_dppo.cluster.planner.devices import DEVICES
 from megatron_dppo.cluster.planner.facts import facts_of
 from megatron_dppo.cluster.planner.traffic import traffic
@@ -14,10 +15,14 @@ from megatron_dppo.config import load_config
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.shard_plan import prove_shards, shard_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 MOE = load_model_shape(ROOT / "examples" / "model_configs" / "qwen3-30b-a3b-base")
 RECIPE = ROOT / "examples" / "recipes" / "qwen3_30b_a3b_base.yaml"
+RECIPES = sorted(
+    path for path in (ROOT / "examples" / "recipes").glob("*.yaml") if path.stem != "scaling"
+)
 SMALL = replace(MOE, num_layers=4, num_experts=8, vocab_size=1000)
 MIB = 2**20
 
@@ -34,6 +39,12 @@ def test_the_full_model_on_256_ranks():
     assert plan.gathered_between_nodes == 0
     assert plan.gathered > plan.gathered_bound > 0
     assert 512 * MIB < plan.sender_memory < 3 * 594 * MIB
+    # Four servers of four GPUs: each server keeps all weights once, and its GPUs receive them four times.
+    assert plan.moved == plan.gathered + 16 * plan.weights
+    assert 4 * plan.weights < plan.kept < 4.008 * plan.weights
+    # A rank sends its share of the experts, and at most one message of the other weights.
+    assert plan.weights / 256 < plan.shard_sent < plan.weights / 256 + 2 * 64 * MIB
+    assert plan.kept / 16 < plan.shard_steps < 1.2 * plan.kept / 16
 
 
 @pytest.mark.parametrize(
@@ -92,6 +103,35 @@ def test_a_tensor_that_comes_twice_or_not_whole_is_told():
     ):
         broken = replace(bucket, tensors=(replace(first, pieces=pieces), second, *rest))
         assert list(plan_faults([broken])) == [f"{first.name}: {fault}"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_what_engines_keep_arrives_in_the_layouts_of_the_recipes(recipe):
+    config = load_config(recipe)
+    name = Path(config.model.hf_checkpoint).name.lower()
+    shape = load_model_shape(ROOT / "examples" / "model_configs" / name)
+    facts = facts_of(config, shape)
+    layout, engine = facts.trainer.layout, facts.engine
+    servers = [engine.layout] * engine.servers
+    if shape.is_moe:
+        shape = replace(shape, num_experts=max(layout.expert, engine.layout.expert))
+    plan = shard_plan(shape, layout, servers, 64 * MIB, 2, quantized=engine.quantized)
+    prove_shards(plan, shape, layout, servers, quantized=engine.quantized)
+    assert tuple(plan.received[rank] for rank in range(len(plan.kept))) == plan.kept
+    # Stages send their own layers. The ranks of a stage send alike, up to two messages.
+    assert max(plan.sent.values()) < 2 * sum(plan.sent.values()) / layout.world_size + 128 * MIB
+
+
+def test_an_element_that_no_engine_gpu_receives_is_told(monkeypatch):
+    def incomplete(*facts, **options):
+        plan = shard_plan(*facts, **options)
+        return replace(plan, messages=plan.messages[:-1])
+
+    monkeypatch.setattr(weight_plan_module, "shard_plan", incomplete)
+    (fault,) = plan_of(SMALL, "parallel={world_size: 8, tensor: 4, expert: 8}").problems
+    assert (
+        "receive it, expected" in fault or "is provided never" in fault or "covered up to" in fault
+    )
 
 
 def test_the_command_prints_it(capsys):

@@ -1,0 +1,465 @@
+"""The plan of a weight update in which every engine rank receives only the bytes that it keeps.
+
+A slice is the intersection of a trainer rank's piece of a Hugging Face tensor (``gather_plan``) with an engine's block
+of the tensor. The engine ranks that hold equal blocks, in one server or in several, form a column. A trainer rank packs
+slices for one column into a message, and sends the message to the column's first rank. Each rank of the column sends
+the message on to the next. Trainer ranks and engines compute the plan from the same facts, so only weights are sent.
+
+If several trainer ranks hold a piece, they share its bytes: the slices of all pieces with the same holders are put in a
+row, and the row is cut into equal parts, one for each holder. So a column receives from few senders, and each holder
+sends equally much.
+
+The messages have steps. In a step each rank sends at most one message, and receives at most one. A rank that handles
+its messages in the order of their steps never waits for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import NamedTuple
+
+from megatron_dppo.model import mapping, quantization
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.errors import ProofError
+from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import Segment
+from megatron_dppo.model.quantization import BLOCK, SCALE_SUFFIX
+from megatron_dppo.model.resharding import check_tiling
+from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
+from megatron_dppo.model.splits import Dims
+
+Column = tuple[int, ...]
+"""Engine ranks that hold equal blocks. The ranks of all servers are numbered in the order of the servers."""
+_CUT = 128
+"""A slice that is too large for a message is cut at multiples of this number of indices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of ``piece`` that lies in an engine's ``block``: the piece's indices ``start .. start + length``.
+
+    If piece and block divide the tensor along different dimensions, the slice has the block's part of these indices.
+    """
+
+    piece: Piece
+    block: Segment
+    start: int
+    length: int
+    item_bytes: int
+
+    @property
+    def name(self) -> str:
+        """Name of the tensor in a checkpoint."""
+        return self.block.hf_name
+
+    @property
+    def is_crossed(self) -> bool:
+        """Whether piece and block divide the tensor along different dimensions."""
+        return self.piece.segment.dim != self.block.dim
+
+    @property
+    def shape(self) -> Dims:
+        """Shape of the slice."""
+        dims = list(self.piece.shape)
+        dims[self.piece.segment.dim] = self.length
+        if self.is_crossed:
+            dims[self.block.dim] = self.block.length
+        return tuple(dims)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the slice."""
+        return math.prod(self.shape) * self.item_bytes
+
+    @property
+    def block_part(self) -> Segment:
+        """The slice as a segment of the block: ``hf_start`` counts from the block's first index."""
+        segment = self.piece.segment
+        start = segment.hf_start + self.start * segment.hf_step
+        if not self.is_crossed:
+            start -= self.block.hf_start
+        return Segment(self.name, segment.dim, start, 0, self.length, segment.hf_step)
+
+    def of_piece(self, tensor: mapping.T) -> mapping.T:
+        """Return the slice's view of the piece's tensor."""
+        view: mapping.T = tensor.narrow(self.piece.segment.dim, self.start, self.length)
+        if self.is_crossed:
+            crossed: mapping.T = view.narrow(self.block.dim, self.block.hf_start, self.block.length)
+            return crossed
+        return view
+
+    def of_block(self, tensor: mapping.T) -> mapping.T:
+        """Return the slice's view of the block's tensor."""
+        return self.block_part.of_hf(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Slices that trainer rank ``sender`` packs, one after another, for the ranks of ``column``.
+
+    Rank number i of the column receives the message in step ``step`` + i.
+    """
+
+    sender: int
+    column: Column
+    slices: tuple[Slice, ...]
+    bytes: int
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """All messages of an update, in the order of their steps.
+
+    Attributes:
+        messages: the messages.
+        kept: for each engine rank, the bytes of weights that it holds; an element that it holds twice counts once. No
+            plan moves fewer bytes to the rank.
+    """
+
+    messages: tuple[Message, ...]
+    kept: tuple[int, ...]
+
+    @property
+    def bound(self) -> int:
+        """The fewest bytes that any plan moves into the engines."""
+        return sum(self.kept)
+
+    @property
+    def sent(self) -> Counter[int]:
+        """The bytes that each trainer rank sends, by rank."""
+        sent = Counter[int]()
+        for message in self.messages:
+            sent[message.sender] += message.bytes
+        return sent
+
+    @property
+    def received(self) -> Counter[int]:
+        """The bytes that each engine rank receives, by rank."""
+        received = Counter[int]()
+        for message in self.messages:
+            for rank in message.column:
+                received[rank] += message.bytes
+        return received
+
+    @property
+    def connections(self) -> set[tuple[str, int, int]]:
+        """The pairs of ranks that exchange messages: ("trainer" or "engine", sending rank, receiving rank)."""
+        pairs: set[tuple[str, int, int]] = set()
+        for message in self.messages:
+            pairs.add(("trainer", message.sender, message.column[0]))
+            for rank, next_rank in zip(message.column, message.column[1:], strict=False):
+                pairs.add(("engine", rank, next_rank))
+        return pairs
+
+    @property
+    def step_bytes(self) -> list[int]:
+        """For each step, the size of its largest message."""
+        largest: dict[int, int] = defaultdict(int)
+        for message in self.messages:
+            for number in range(len(message.column)):
+                step = message.step + number
+                largest[step] = max(largest[step], message.bytes)
+        return [largest[step] for step in sorted(largest)]
+
+
+def shard_plan(
+    shape: ModelShape,
+    layout: Layout,
+    servers: Sequence[EngineLayout],
+    bucket_bytes: int,
+    item_bytes: int,
+    *,
+    quantized: bool = False,
+) -> ShardPlan:
+    """Plan an update of ``servers`` in messages of at most ``bucket_bytes``. One index of a slice may be larger.
+
+    Args:
+        shape: The model.
+        layout: The trainer's layout.
+        servers: The layout of each server.
+        bucket_bytes: Largest size of a message.
+        item_bytes: Bytes of an element of the model's type.
+        quantized: Whether linear layers and experts of the servers are block FP8.
+    """
+    columns = _columns(shape, servers, quantized=quantized)
+    slices: dict[range, dict[Column, list[_Sized]]] = {}
+    kept = Counter[int]()
+    count = 0
+    for tensor, tensor_item_bytes in _sent_tensors(shape, layout, item_bytes, quantized=quantized):
+        blocks = columns[tensor.name]
+        held = ((rank, block) for block, column in blocks for rank in column)
+        for rank, elements in kept_elements(tensor.shape, held).items():
+            kept[rank] += elements * tensor_item_bytes
+        for block, column in blocks:
+            for piece in tensor.pieces:
+                for part in _intersection(piece, block, bucket_bytes, tensor_item_bytes):
+                    by_column = slices.setdefault(piece.holders, {})
+                    by_column.setdefault(column, []).append(_Sized(count, part.bytes, part))
+                    count += 1
+    by_pair: dict[tuple[int, Column], list[_Sized]] = {}
+    for holders, by_column in slices.items():
+        for sender, column, sized in _shared(holders, by_column, bucket_bytes):
+            by_pair.setdefault((sender, column), []).append(sized)
+    # The first messages of all pairs come before the second messages of all pairs.
+    messages: list[tuple[int, Message]] = []
+    for (sender, column), pair_slices in by_pair.items():
+        pair_slices.sort(key=attrgetter("number"))
+        for number, group in enumerate(_groups(pair_slices, bucket_bytes)):
+            messages.append((number, _message(sender, column, group)))
+    messages.sort(key=lambda entry: (entry[0], entry[1].sender, entry[1].column))
+    ranks = sum(server.tensor for server in servers)
+    return ShardPlan(
+        tuple(_with_steps(message for _, message in messages)),
+        tuple(kept[rank] for rank in range(ranks)),
+    )
+
+
+class _Sized(NamedTuple):
+    """A slice, its number in the order of the model, and its size."""
+
+    number: int
+    bytes: int
+    part: Slice
+
+
+def _message(sender: int, column: Column, slices: list[_Sized]) -> Message:
+    # Larger items come first, so that each slice begins at a multiple of its items' size.
+    slices.sort(key=lambda sized: -sized.part.item_bytes)
+    size = sum(sized.bytes for sized in slices)
+    return Message(sender, column, tuple(sized.part for sized in slices), size)
+
+
+def kept_elements(dims: Dims, held: Iterable[tuple[int, Segment]]) -> Counter[int]:
+    """Count the different elements of a tensor of the shape ``dims`` that each engine rank holds.
+
+    ``held``: (rank, block), in the order of the blocks' first indices. A rank may hold two blocks that overlap: the
+    embedding of a tied model, and its output matrix.
+    """
+    elements = Counter[int]()
+    ends = Counter[int]()
+    for rank, block in held:
+        new_indices = block.hf_end - max(block.hf_start, ends[rank])
+        if new_indices > 0:
+            elements[rank] += new_indices * math.prod(dims) // dims[block.dim]
+            ends[rank] = block.hf_end
+    return elements
+
+
+def _columns(
+    shape: ModelShape, servers: Sequence[EngineLayout], *, quantized: bool
+) -> Mapping[str, list[tuple[Segment, Column]]]:
+    """Return the different blocks of each tensor that servers hold, each with the ranks that hold it."""
+    blocks_by_layout: dict[EngineLayout, list[set[Segment]]] = {}
+    ranks_of: dict[Segment, list[int]] = {}
+    first_rank = 0
+    for server in servers:
+        if server not in blocks_by_layout:
+            blocks_by_layout[server] = [
+                set(_engine_blocks(shape, server, rank, quantized=quantized))
+                for rank in range(server.tensor)
+            ]
+        for rank, blocks in enumerate(blocks_by_layout[server]):
+            for block in blocks:
+                ranks_of.setdefault(block, []).append(first_rank + rank)
+        first_rank += server.tensor
+    columns: dict[str, list[tuple[Segment, Column]]] = defaultdict(list)
+    for block, ranks in sorted(ranks_of.items(), key=lambda entry: entry[0].hf_start):
+        columns[block.hf_name].append((block, tuple(ranks)))
+    return columns
+
+
+def _engine_blocks(
+    shape: ModelShape, server: EngineLayout, rank: int, *, quantized: bool
+) -> Iterator[Segment]:
+    """Yield the blocks that an engine rank holds, with 0 as their place in the rank's tensors."""
+    for parameter in mapping.engine_parameters(shape, server, rank):
+        segments = parameter.segments
+        if quantized and quantization.holds_quantized(parameter):
+            segments += quantization.scale_parameter(parameter).segments
+        for segment in segments:
+            yield replace(segment, local_start=0)
+
+
+def _sent_tensors(
+    shape: ModelShape, layout: Layout, item_bytes: int, *, quantized: bool
+) -> Iterator[tuple[TensorSources, int]]:
+    """Yield the tensors that the engines receive, each with the size of its items."""
+    for tensor in gather_plan(shape, layout):
+        if quantized and quantization.is_quantized(tensor.name):
+            yield tensor, 1
+            yield scales_of(tensor), quantization.SCALE_BYTES
+        else:
+            yield tensor, item_bytes if tensor.dtype is None else ITEM_BYTES[tensor.dtype]
+
+
+def scales_of(tensor: TensorSources) -> TensorSources:
+    """Return the block-FP8 scales of ``tensor``. The piece with the first element of a block has the block's scale.
+
+    A piece of scales has the name of its parameter with SCALE_SUFFIX. It is a segment of all scales of the piece's
+    blocks, also of blocks that begin in another piece.
+    """
+    pieces: list[Piece] = []
+    for piece in tensor.pieces:
+        segment = piece.segment
+        first_block = segment.hf_start // BLOCK
+        first_own_block = -(-segment.hf_start // BLOCK)
+        end_block = -(-segment.hf_end // BLOCK)
+        if first_own_block == end_block:
+            continue
+        dims = list(quantization.scale_dims(piece.shape))
+        dims[segment.dim] = end_block - first_block
+        scales = Segment(
+            tensor.name + SCALE_SUFFIX,
+            segment.dim,
+            first_own_block,
+            first_own_block - first_block,
+            end_block - first_own_block,
+        )
+        pieces.append(
+            replace(piece, name=piece.name + SCALE_SUFFIX, local_shape=tuple(dims), segment=scales)
+        )
+    return TensorSources(
+        tensor.name + SCALE_SUFFIX, quantization.scale_dims(tensor.shape), tuple(pieces), "float32"
+    )
+
+
+def _intersection(
+    piece: Piece, block: Segment, bucket_bytes: int, item_bytes: int
+) -> Iterator[Slice]:
+    """Yield the slices of ``piece`` that fill a part of ``block``, each of at most ``bucket_bytes`` if possible."""
+    segment = piece.segment
+    start = 0
+    length = segment.length
+    if segment.dim == block.dim:
+        start, length = segment.within(block.hf_start, block.length)
+    if length < 1:
+        return
+    whole = Slice(piece, block, start, length, item_bytes)
+    index_bytes = whole.bytes // length
+    step = max(bucket_bytes // index_bytes // _CUT, 1) * _CUT
+    if step >= length:
+        yield whole
+        return
+    for offset in range(0, length, step):
+        yield replace(whole, start=start + offset, length=min(step, length - offset))
+
+
+def _shared(
+    holders: range, by_column: Mapping[Column, Iterable[_Sized]], bucket_bytes: int
+) -> Iterator[tuple[int, Column, _Sized]]:
+    """Yield each slice with its sender, one of ``holders``, and its column."""
+    row = [(column, sized) for column in sorted(by_column) for sized in by_column[column]]
+    total = sum(sized.bytes for _, sized in row)
+    # Do not cut less than the bytes of a message into several messages.
+    count = min(len(holders), -(-total // bucket_bytes))
+    end = 0
+    for column, sized in row:
+        middle = end + sized.bytes // 2
+        end += sized.bytes
+        yield holders[middle * count // total], column, sized
+
+
+def _groups(slices: Iterable[_Sized], bucket_bytes: int) -> Iterator[list[_Sized]]:
+    """Yield consecutive slices of at most ``bucket_bytes``."""
+    group: list[_Sized] = []
+    group_bytes = 0
+    for sized in slices:
+        if group and group_bytes + sized.bytes > bucket_bytes:
+            yield group
+            group = []
+            group_bytes = 0
+        group.append(sized)
+        group_bytes += sized.bytes
+    if group:
+        yield group
+
+
+def _with_steps(messages: Iterable[Message]) -> list[Message]:
+    """Give each message the first step in which its ranks are free, and return the messages in the order of steps."""
+    # Bit t of a number is 1 if the rank sends, or receives, in step t.
+    trainer_sends: dict[int, int] = defaultdict(int)
+    engine_sends: dict[int, int] = defaultdict(int)
+    engine_receives: dict[int, int] = defaultdict(int)
+    planned: list[Message] = []
+    for message in messages:
+        taken = trainer_sends[message.sender]
+        for number, rank in enumerate(message.column):
+            taken |= engine_receives[rank] >> number
+            if number + 1 < len(message.column):
+                taken |= engine_sends[rank] >> (number + 1)
+        # The position of the lowest bit that is 0.
+        step = (~taken & (taken + 1)).bit_length() - 1
+        trainer_sends[message.sender] |= 1 << step
+        for number, rank in enumerate(message.column):
+            engine_receives[rank] |= 1 << (step + number)
+            if number + 1 < len(message.column):
+                engine_sends[rank] |= 1 << (step + number + 1)
+        planned.append(replace(message, step=step))
+    planned.sort(key=lambda message: message.step)
+    return planned
+
+
+def prove_shards(
+    plan: ShardPlan,
+    shape: ModelShape,
+    layout: Layout,
+    servers: Sequence[EngineLayout],
+    *,
+    quantized: bool = False,
+) -> None:
+    """Check that every element of every engine tensor arrives exactly once, from a rank that holds it. Raises
+    ProofError.
+
+    Also check that the steps of each rank's messages differ. ``megatron_dppo.model.resharding`` proves that the pieces
+    and the engine's blocks tile the tensors.
+    """
+    arrived: dict[Segment, dict[Column, list[Segment]]] = defaultdict(dict)
+    steps = Counter[tuple[str, int, int]]()
+    for message in plan.messages:
+        steps["trainer sends", message.sender, message.step] += 1
+        for number, rank in enumerate(message.column):
+            steps["engine receives", rank, message.step + number] += 1
+            if number:
+                steps["engine sends", message.column[number - 1], message.step + number] += 1
+        for part in message.slices:
+            _check_slice(part, message.sender)
+            arrived[part.block].setdefault(message.column, []).append(part.block_part)
+    for (action, rank, step), count in steps.items():
+        if count > 1:
+            raise ProofError(f"{action}: rank {rank} has {count} messages in step {step}")
+    dims_of = mapping.hf_tensors(shape)
+    if quantized:
+        dims_of = quantization.stored_tensors(dims_of)
+    for name, columns in _columns(shape, servers, quantized=quantized).items():
+        for block, ranks in columns:
+            location = f"{name} from index {block.hf_start} of dim {block.dim}"
+            parts_by_column = arrived.pop(block, {})
+            served = Counter(rank for column in parts_by_column for rank in column)
+            if served != Counter(ranks):
+                raise ProofError(
+                    f"{location}: engine ranks {sorted(served.elements())} receive it, expected {sorted(ranks)}"
+                )
+            dims = list(dims_of[name])
+            dims[block.dim] = block.length
+            for parts in parts_by_column.values():
+                check_tiling(location, tuple(dims), parts)
+    for block in arrived:
+        raise ProofError(f"{block.hf_name} arrives, and no engine rank keeps it")
+
+
+def _check_slice(part: Slice, sender: int) -> None:
+    """Check that ``sender`` holds the slice."""
+    piece = part.piece
+    if sender not in piece.holders:
+        raise ProofError(f"{part.name}: trainer rank {sender} sends a slice of rank {piece.rank}")
+    if part.start < 0 or part.start + part.length > piece.segment.length:
+        raise ProofError(
+            f"{part.name}: indices {part.start} to {part.start + part.length} are sent of a piece of "
+            f"{piece.segment.length}"
+        )
