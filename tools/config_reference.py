@@ -48,7 +48,11 @@ def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _sections(schema: type[BaseModel], annotations: dict[str, Any] | None = None) -> Iterator[str]:
-    """Yield a heading and a table for each section. A section that equals its type in ``annotations`` is only named."""
+    """Yield a heading and a table for each section.
+
+    A section that equals its type in ``annotations`` is only named, and so is a key whose row equals that of the
+    section's type there.
+    """
     shared = [
         name for name, field in schema.model_fields.items() if _is_in(annotations, name, field)
     ]
@@ -61,7 +65,8 @@ def _sections(schema: type[BaseModel], annotations: dict[str, Any] | None = None
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             yield _summary(section)
-            yield _table(section)
+            above = _rows(annotations[name]) if annotations and name in annotations else {}
+            yield from _keys(_rows(section), above, "above")
             yield from _nested(section)
         else:
             yield _text(field.description) + "\n"
@@ -78,15 +83,19 @@ def _nested(section: type[BaseModel]) -> Iterator[str]:
         for kind in _sections_in(field.annotation):
             rows = _rows(kind)
             place = max(shown, key=lambda place: len(rows.items() & shown[place].items()))
-            shared = [key for key, row in rows.items() if shown[place].get(key) == row]
             yield f"A table in `{name}`:\n"
-            if len(shared) < len(rows):
-                own = [row for key, row in rows.items() if key not in shared]
-                yield "\n".join([*_HEAD, *own]) + "\n"
-            if shared:
-                keys = ", ".join(f"`{key}`" for key in shared)
-                yield f"As in {place}: {keys}.\n"
+            yield from _keys(rows, shown[place], f"in {place}")
             shown[f"`{name}`"] = rows
+
+
+def _keys(rows: dict[str, str], other: dict[str, str], place: str) -> Iterator[str]:
+    """Yield a table of ``rows`` without those that ``other`` has too, and the names of these."""
+    shared = [key for key, row in rows.items() if other.get(key) == row]
+    if len(shared) < len(rows):
+        own = [row for key, row in rows.items() if key not in shared]
+        yield "\n".join([*_HEAD, *own]) + "\n"
+    if shared:
+        yield f"As {place}: {', '.join(f'`{key}`' for key in shared)}.\n"
 
 
 _FORWARDED = {table.name: table for table in (MEGATRON, DDP, OPTIMIZER, SGLANG)}
@@ -95,10 +104,11 @@ _FORWARDED = {table.name: table for table in (MEGATRON, DDP, OPTIMIZER, SGLANG)}
 def _forwarded(table: ForwardedTable) -> str:
     """The library's options that this section does not take: a row for each reason."""
     rows = ["| not taken here | because |", "|---|---|"]
-    rows += _rows_by_reason({o: f"{key} sets it" for o, key in table.owned.items()})
     rows += _rows_by_reason(table.fixed)
     rows += _rows_by_reason(table.off, "unless off: ")
-    return "\n".join(rows) + "\n"
+    keys = sorted({f"`{key}`" for key in table.owned.values() if " " not in key})
+    set_elsewhere = f"Nor are options taken that follow from other keys: {', '.join(keys)}.\n"
+    return "\n".join([*rows, "", set_elsewhere])
 
 
 def _rows_by_reason(reasons: Mapping[str, str], condition: str = "") -> list[str]:
@@ -120,18 +130,36 @@ def _summary(section: type[BaseModel]) -> str:
 _HEAD = ("| key | takes | default | meaning |", "|---|---|---|---|")
 
 
-def _table(section: type[BaseModel]) -> str:
-    return "\n".join([*_HEAD, *_rows(section).values()]) + "\n"
-
-
 def _rows(section: type[BaseModel]) -> dict[str, str]:
     """Return the rows of the section's table, by key."""
     rows = {}
     for name, field in section.model_fields.items():
-        takes = expectation(field.annotation, field.metadata).replace("|", "\\|")
+        takes = _takes(expectation(field.annotation, field.metadata)).replace("|", "\\|")
         meaning = _text(field.description).replace("|", "\\|")
         rows[name] = f"| `{name}` | {takes} | {_default(field)} | {meaning} |"
     return rows
+
+
+_SHORT_WORDS = {
+    "a list, each item a list, each item ": "list of lists of ",
+    "a list, each item one of ": "list of ",
+    "a list, each item a whole number": "list of integers",
+    "a list, each item a table": "list of tables",
+    "a list, each item ": "list of ",
+    "a table of name: ": "table of names: ",
+    "a whole number": "integer",
+    "a number": "number",
+    "a table": "table",
+    "true or false": "boolean",
+    "one of ": "",
+}
+"""Words of error messages -> shorter words for a column of a table."""
+
+
+def _takes(expected: str) -> str:
+    for words, short_words in _SHORT_WORDS.items():
+        expected = expected.replace(words, short_words)
+    return expected
 
 
 def _default(field: FieldInfo) -> str:

@@ -61,16 +61,16 @@ def generated(report: Mapping[str, Any] | None) -> str:
 
 
 def _without_results() -> Iterator[str]:
-    yield "No results of `gpu-check --day` yet. Of its parts these have **not yet run on a GPU**:"
-    yield _parts_table(part.name for part in discover() if part.name not in ON_H100)
-    yield "And these ran on the H100 of above, with torch's layers, and **not yet with Transformer Engine**:"
-    yield _parts_table(sorted(ON_H100))
+    names = [part.name for part in discover() if part.name not in ON_H100]
+    yield f"No results of `gpu-check --day` yet. **Not yet run on a GPU**: {_listed(names)}."
+    yield (
+        f"Run on the H100 of above with torch's layers, and **not yet with Transformer Engine**: "
+        f"{_listed(sorted(ON_H100))}."
+    )
 
 
-def _parts_table(names: Iterator[str] | Sequence[str]) -> str:
-    shows = {part.name: part.shows for part in discover()}
-    rows = [[f"`{name}`", cell(shows[name])] for name in names]
-    return table(["part", "shows"], rows)
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _node(node: str, result: Mapping[str, Any]) -> Iterator[str]:

@@ -168,6 +168,7 @@ def write_findings(claims: Sequence[Claim], records: Mapping[str, Record], folde
         save(curves_figure(shown, [names.REWARD], records, SEEDS), figures / "shown.png")
     write_atomically(figures / "tests.csv", tests_csv(claims, found, records))
     write_atomically(figures / "rules.csv", rules_csv(records))
+    write_atomically(figures / "settings.csv", settings_csv(records))
     page = folder / "findings.md"
     write_atomically(page, page_of(claims, records))
     return page
@@ -186,8 +187,8 @@ the claim.
 HOW = """\
 ## How a claim is tested
 
-- Each claim, its tests and its runs were fixed in `examples/arena/claims.py` before the runs were made. A claim \
-that was registered after another one was seen says so: it shares one side's runs with that claim. `prefix-order` \
+- Each claim, its tests and its runs were fixed in `examples/arena/claims.py` before the runs were made. "After X" \
+names a claim that was seen before this one was registered: it shares one side's runs with that claim. `prefix-order` \
 came into the repository together with most of its runs.
 - A test compares two rules on the same seeds, {seeds} unless the claim says otherwise. The first test of a claim is \
 its primary test, which alone decides. The claim is reproduced, or the contrary is found, where Student's test of \
@@ -202,9 +203,12 @@ were the true ones.
 - † marks a rule whose paper was read second-hand or in part: the verdict is of the formula in \
 [algorithms.md](../algorithms.md), not of the paper.
 
-`make arena` writes this page from what is kept of every step of every run; `examples/arena/README.md` describes the \
-lab. Every test with both p values: [tests.csv](findings/tests.csv). Every rule in each setting: \
-[rules.csv](findings/rules.csv). Rules under FP8 rollouts: [fp8.md](findings/fp8.md).
+`make arena` writes this page and its tables from what is kept of every step of every run:
+
+- [tests.csv](findings/tests.csv): every test with both p values, and the difference of one pair in the real loop;
+- [rules.csv](findings/rules.csv): the final reward of every rule in each setting;
+- [settings.csv](findings/settings.csv): task, mismatch and learning rate of each setting, such as `drift` or `coarse`;
+- `examples/arena/README.md` describes the lab; [fp8.md](findings/fp8.md) has rules under FP8 rollouts.
 """
 
 CLAIM_TABLE = (
@@ -228,6 +232,7 @@ def page_of(claims: Sequence[Claim], records: Mapping[str, Record]) -> str:
         "",
         HOW.format(seeds=len(SEEDS), family=family),
         *old_readings_text(records),
+        *in_real_loop_text(claims, records),
         "## Results\n",
     ]
     for claim in claims:
@@ -236,8 +241,7 @@ def page_of(claims: Sequence[Claim], records: Mapping[str, Record]) -> str:
             if claim.name in reasons:
                 lines.append(f"{reasons[claim.name]}\n")
             lines.append(f"![{claim.name}](findings/{claim.name}.png)\n")
-    lines += ["## Settings\n", *in_real_loop_text(claims, records), *settings_table(records)]
-    return "\n".join([*lines, *rules_table(records)]) + "\n"
+    return "\n".join(lines).rstrip() + "\n"
 
 
 ANSWERS = "answers"
@@ -288,7 +292,8 @@ def claim_row(claim: Claim, verdict: Verdict, *, is_linked: bool = True) -> str:
 def source_of(claim: Claim) -> str:
     """Return the claim's source, with a mark if a rule's paper was not read completely."""
     is_second_hand = any(name_of(side.rule) in SECOND_HAND for side in claim.sides)
-    return f"{claim.source} †" if is_second_hand else claim.source
+    source = re.sub("^registered after (.*) was seen$", r"after \1", claim.source)
+    return f"{source} †" if is_second_hand else source
 
 
 def counts_text(found: Mapping[str, Verdict], claims: Sequence[Claim]) -> list[str]:
@@ -356,9 +361,9 @@ def in_real_loop_text(claims: Sequence[Claim], records: Mapping[str, Record]) ->
     count = sum(key in records for key in keys)
     return [
         f"Of the {len(keys)} runs that the claims compare, {count} were made once in the real loop too "
-        "(`examples/arena/real_loop.py`), with one seed; their differences are a column of `tests.csv`. One seed "
-        "decides nothing: pairs of one seed spread as much as most differences. The table shows that the lab's "
-        "mismatch is that of a real engine.\n"
+        "(`examples/arena/real_loop.py`), with one seed, which decides nothing: pairs of one seed spread as much as "
+        "most differences. They show that the lab's mismatch is that of a real engine (`settings.csv`; a ratio above "
+        f"{COMPARABLE:g} is marked).\n"
     ]
 
 
@@ -417,15 +422,15 @@ def is_comparable(setting: str, records: Mapping[str, Record]) -> bool:
     return not any(_is_far(lab, real) for lab, real in zip(lab_gaps, real_gaps, strict=False))
 
 
-def settings_table(records: Mapping[str, Record]) -> list[str]:
-    """Return the table of the settings, with the mismatch that their runs measured in the lab and in the real loop."""
-    lines = [
-        "Mean \\|pi - mu\\| of a step's first mini-batch, which the step has not yet moved, and of all four, in the "
-        f"lab and in the real loop. Where the two are more than {COMPARABLE:g} times apart, the real loop's runs tell "
-        f"little of the lab's verdict. Every run has `{STEPS}`.\n",
-        "| setting | task | mismatch | lab, first | lab, all | real loop, first | real loop, all | changes | why |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+SETTING_COLUMNS = (
+    "setting", "task", "mismatch", "lab, first", "lab, all", "real loop, first", "real loop, all", "changes", "why",
+)  # fmt: skip
+"""The gaps are mean |pi - mu| of a step's first mini-batch, which the step has not yet moved, and of all four."""
+
+
+def settings_csv(records: Mapping[str, Record]) -> str:
+    """Return a CSV file of the settings, with the mismatch of their runs in the lab and in the real loop."""
+    rows: list[Sequence[str]] = [SETTING_COLUMNS]
     for name, rules in rules_by_setting().items():
         if not rules:
             continue
@@ -434,11 +439,9 @@ def settings_table(records: Mapping[str, Record]) -> list[str]:
         columns = [*_gap_texts(lab_gaps), *_gap_texts(real_gaps)]
         if not is_comparable(name, records):
             columns[3] += ", not comparable"
-        changes = ", ".join(f"`{c}`" for c in setting.changes if c != STEPS)
-        lines.append(
-            f"| {name} | {setting.task} | {setting.mismatch} | {' | '.join(columns)} | {changes} | {setting.reason} |"
-        )
-    return [*lines, ""]
+        changes = " ".join(setting.changes)
+        rows.append([name, setting.task, setting.mismatch, *columns, changes, setting.reason])
+    return _csv(rows)
 
 
 def _gap_texts(gaps: Sequence[float]) -> list[str]:
@@ -508,8 +511,6 @@ RULE_COLUMNS = (
     "setting", "rule", "seeds", "final reward, their mean", "lowest to highest", "lost of the best", f"less {TV}",
     "caution",
 )  # fmt: skip
-MAIN_SETTING = "drift"
-"""Setting of the table of rules on the page. All settings are in ``rules.csv``."""
 
 
 def rules_csv(records: Mapping[str, Record]) -> str:
@@ -545,21 +546,6 @@ def rule_rows(setting: str, records: Mapping[str, Record]) -> list[list[str]]:
             ]
         )
     return rows
-
-
-def rules_table(records: Mapping[str, Record]) -> list[str]:
-    """Return the page's table of every rule in ``MAIN_SETTING``."""
-    rows = rule_rows(MAIN_SETTING, records)
-    if not rows:
-        return []
-    return [
-        f"## All rules in `{MAIN_SETTING}`\n",
-        f"Less {TV}: of the seeds that both have, with the 95% interval of a single test, not adjusted for the number "
-        "of rows. The other settings: [rules.csv](findings/rules.csv).\n",
-        f"| {' | '.join(RULE_COLUMNS[1:-1])} |",
-        "|---|---|---|---|---|---|",
-        *(f"| {' | '.join(cells)} |" for cells in rows),
-    ]
 
 
 def marked(rule: str) -> str:

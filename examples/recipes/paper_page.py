@@ -45,11 +45,11 @@ def _steps(figure: str, experiment: str) -> int:
 
 def generated() -> str:
     """Return the generated part of the page."""
-    lines = ["| | shows | runs | steps |", "|---|---|---|---|"]
+    lines = ["| | runs | steps |", "|---|---|---|"]
     for name, row in figures().items():
         steps = {str(count) for count in steps_of_figure(name).values()} or {"-"}
         recipes = [_recipe_cell(experiment) for experiment in row["experiments"]]
-        cells = [_link(name), row["shows"], " ".join(recipes), ", ".join(sorted(steps))]
+        cells = [_link(name), " ".join(recipes), ", ".join(sorted(steps))]
         lines.append(f"| {' | '.join(cells)} |")
     for name in figures():
         lines.extend(["", *_section(name)])
@@ -135,7 +135,8 @@ def _caption(names: list[str]) -> str:
 
 
 def _differences(figure: str) -> Iterator[str]:
-    """Yield a line for each experiment that differs from the paper. The first figure of an experiment has the text."""
+    """Yield a line for each set of differences from the paper. The first figure of an experiment has the text."""
+    titles: dict[str, list[str]] = {}
     for name in figures()[figure]["experiments"]:
         row = experiments()[name]
         notes = [*row.get("departs", ()), *_script_differences(name)]
@@ -144,10 +145,10 @@ def _differences(figure: str) -> Iterator[str]:
         if not notes:
             continue
         first = next(other for other in figures() if name in figures()[other]["experiments"])
-        if first == figure:
-            yield f"- {row['title']}: {' '.join(_sentence(note) for note in notes)}"
-        else:
-            yield f"- {row['title']}: as in {_link(first)}."
+        text = " ".join(map(_sentence, notes)) if first == figure else f"as in {_link(first)}."
+        titles.setdefault(text, []).append(row["title"])
+    for text, titles_of_line in titles.items():
+        yield f"- {'; '.join(titles_of_line)}: {text}"
 
 
 def _script_differences(name: str) -> Iterator[str]:

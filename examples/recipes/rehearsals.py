@@ -53,22 +53,7 @@ FURTHER: Mapping[str, tuple[str, Sequence[str]]] = {
 }
 """Layouts and options that no recipe has: name -> a recipe, and overrides of its values."""
 NAMES = (*NODES, *FURTHER)
-HEAD = [
-    "recipe",
-    "layout",
-    "ranks",
-    "verdict",
-    "CPU s",
-    "MiB a rank",
-    "gap",
-    "export, nats",
-    "found",
-]
-FOUND: Mapping[str, str] = {
-    "qwen3_30b_a3b_128k": "context parallelism, gradient",
-    "olmoe_1b_7b_gsm8k": "width of an expert",
-}
-"""Faults that a rehearsal found, in a few words; the page describes them below its table."""
+HEAD = ["recipe", "layout", "ranks", "verdict", "gap", "export, nats"]
 
 
 def words_of(name: str) -> list[str]:
@@ -107,7 +92,7 @@ def table(results: Path = RESULTS, page: str = "") -> str:
         recipe, _ = FURTHER.get(name, (name, ()))
         key = f"`{recipe}`", _layout(name)
         if result is not None:
-            rows.append([*key, str(result["ranks"]), *_cells(name, result)])
+            rows.append([*key, str(result["ranks"]), *_cells(result)])
         elif key in present_rows:
             rows.append(present_rows[key])
         else:
@@ -143,23 +128,17 @@ def _layout(name: str) -> str:
     return ", ".join([sizes, *distinct_features])
 
 
-def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
+def _cells(result: Mapping[str, Any]) -> list[str]:
     """Return the row's cells after the number of ranks."""
     measured = {row["label"]: row["measured"] for row in result["findings"]}
     verdict = "passed"
     if not result["passed"]:
         missed = [row["label"] for row in result["findings"] if row["holds"] is False]
         verdict = f"failed: {', '.join(missed) or 'the run'}"
-    memories = [phase["memory_mib"] for phase in result["phases"].values()]
-    means = [memory["rank_mean"] for memory in memories if memory is not None]
-    largest_mean = f"{max(means):.0f}" if means else ""
     return [
         verdict,
-        f"{sum(result['cpu_seconds']):.0f}",
-        largest_mean,
         measured.get("|pi - mu| at equal weights", ""),
         measured.get("export in transformers, nats", ""),
-        FOUND.get(name, "nothing"),
     ]
 
 

@@ -146,21 +146,21 @@ class RewardTerm(Section):
     timeout_s: float = Field(default=10.0, gt=0)
     """Longest time for one call. A longer call is killed, and ``on_timeout`` decides its result."""
     on_timeout: OnTimeout = "zero"
-    """Result of a call that took too long or whose process died. ``zero``: the response is assumed to be the cause; it
-    scores 0, and is counted. ``unavailable``: a service is assumed to be the cause, and the response is scored again,
-    up to ``attempts`` times. An asynchronous reward is always ``unavailable``, because it waits for other programs.
+    """Result of a call that took too long or whose process died. ``zero``: the response scores 0. ``unavailable``: a
+    service is assumed to be the cause, and the response is scored again, up to ``attempts`` times. An asynchronous
+    reward is always ``unavailable``.
     """
     workers: int = Field(default=2, gt=0, le=1024)
     """Worker processes of this reward in each data-parallel leader."""
     batch_size: int = Field(default=32, gt=0, le=4096)
-    """A function that scores several responses gets at most this number of responses in one call. If the function is
-    asynchronous, each worker process runs at most this number of calls at the same time.
+    """A function that scores several responses gets at most this number of responses in one call. An asynchronous
+    function has at most this number of calls at the same time in each worker.
     """
     memory_gib: int = Field(default=4, gt=0, le=1 << 20)
     """Address space of each worker process and its children, in GiB; a call that maps more fails."""
     attempts: int = Field(default=4, gt=0, le=100)
-    """Attempts to score a response whose reward is unavailable (a service does not answer). The pause between two
-    attempts is 0.5 s at first, and grows. After the last attempt, another response replaces the unscored response.
+    """Attempts to score a response whose reward is unavailable (a service does not answer). After the last attempt,
+    another response replaces the unscored one.
     """
     passed_variables: list[str] = Field(default_factory=list)
     """Environment variables with credentials that are passed on to the worker processes, in addition to the variable
@@ -226,9 +226,7 @@ class EnvironmentConfig(Section):
     """Further arguments of the class."""
     credit: Credit = "trajectory"
     """Which reward becomes the advantage of a token. ``trajectory``: the reward of the whole trajectory. ``turn``: the
-    reward from the token's turn on; docs/environments.md#credit. The n-th turn of a trajectory is compared with the
-    n-th turns of the group's other trajectories. In a trajectory with several branches (docs/environments.md#branches),
-    n counts the turns branch after branch, not in the order of time.
+    reward from the token's turn on; docs/environments.md#credit.
     """
     role: str = "user"
     """Role of the environment's messages in the chat template: ``user``, ``tool``."""
@@ -251,9 +249,8 @@ class EnvironmentConfig(Section):
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time for an answer of the environment. A later answer is a fault of the episode."""
     retries: int = Field(default=2, ge=0)
-    """Largest number of faults of an episode. After each of these faults, the episode's turns are replayed in a new
-    environment. After one more fault, another response to the same problem replaces the episode, up to
-    ``reward.max_replacements`` times.
+    """Largest number of faults of an episode. After each, the episode's turns are replayed in a new environment; then
+    another response replaces the episode.
     """
     workers: int = Field(default=1, gt=0, le=1024)
     """Worker processes for environments in each data-parallel leader; each runs many environments at the same time."""

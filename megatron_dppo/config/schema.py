@@ -42,14 +42,14 @@ class RunConfig(Section):
     """
     max_restarts: int = Field(default=3, ge=0)
     """Largest number of restarts of the trainer's ranks within ``restart_window_s``; the servers keep running
-    meanwhile. After this number of restarts, the next death of a rank ends the run. 0: the first death ends the run. An
-    error that the user can correct always ends the run.
+    meanwhile. 0: the first death ends the run.
     """
     restart_window_s: float = Field(default=3600.0, gt=0)
     """Seconds after which a restart of the ranks no longer counts."""
     processes_per_core: int = Field(default=8, gt=0, le=2**16)
-    """Ranks and servers that a machine without GPUs may run for each of its cores. A run with more processes is refused
-    before it starts, because the processes would mostly wait for a core."""
+    """Ranks and servers that a machine without GPUs may run for each of its cores. A run with more processes is
+    refused.
+    """
 
 
 class ModelConfig(Section):
@@ -143,14 +143,13 @@ class RolloutConfig(Section):
     max_concurrent_requests: int = Field(default=256, gt=0)
     """Largest number of requests in flight from one data-parallel leader, the rank that generates for its replica."""
     request_timeout_s: float | None = Field(default=None, gt=0)
-    """Longest time for one response before it is aborted and sampled again. The time of weight updates does
-    not count; in colocated runs, the time of training does not count either. Empty: the time of the longest response at
-    10 tokens/s, and at least 600. The second sample may be shorter, so a limit that long responses reach favours short
-    responses. The metric ``rollout/timed_out`` counts the aborted responses.
+    """Longest time for one response before it is aborted and sampled again. The time of weight updates, and in
+    colocated runs of training, does not count. Empty: the time of the longest response at 10 tokens/s, and at least
+    600. A limit that long responses reach favours short responses.
     """
     responses_per_call: int = Field(default=1, gt=0)
-    """Responses that share one HTTP call. If responses have only a few dozen tokens, several responses in a call are
-    less work for the engine. The responses of a call finish, time out and are lost together.
+    """Responses that share one HTTP call. Several are less work for the engine if responses are short. They finish,
+    time out and are lost together.
     """
     max_staleness: int = Field(default=0, ge=0, le=64)
     """Largest number of weight versions that a token may lag behind the trainer, and number of batches that are
@@ -158,10 +157,9 @@ class RolloutConfig(Section):
     docs/staleness.md.
     """
     interrupt: Literal["drain", "retract", "abort"] = "drain"
-    """Effect of a weight update on responses in flight. ``drain``: the update waits for these responses. ``retract``:
-    the engine pauses the responses and continues with the new weights; each token keeps the version that sampled it.
-    Recorded routing of the tokens before the pause is discarded. ``abort``: the engine ends the responses, and the
-    client requests the rest of each response after the update; recorded routing of all tokens is kept.
+    """Effect of a weight update on responses in flight. ``drain``: the update waits for them. ``retract``: the engine
+    pauses them and continues with the new weights. ``abort``: the engine ends them, and the client requests the rest
+    after the update; recorded routing is kept. docs/staleness.md.
     """
     drop_zero_variance_groups: bool = False
     """Replace groups whose responses all have equal rewards, and so the advantage 0, by groups of further prompts."""
@@ -216,9 +214,8 @@ class AlgorithmConfig(Section):
     """Constant of ``sequence-mean-with-constant``, in tokens. Empty: ``rollout.max_response_tokens``."""
     reference_kl: float = Field(default=0.0, ge=0)
     """Factor of the KL penalty for leaving the reference policy, the policy that training started from. The penalty is
-    added to the loss of every trained token. Above 0 each batch needs one more forward pass, and the trainer keeps a
-    copy of the start values of its trained parameters. Adapters need this copy only with ``lora.start_from``: without
-    ``lora.start_from`` the reference is the model without adapters.
+    added to the loss of every trained token. Above 0 each batch needs one more forward pass, and full training a copy
+    of the start weights.
     """
     reference_estimator: table.EstimatorName = "k3"
     """Estimator of the KL penalty at a token. docs/algorithms.md has a table of the KL that each estimator's gradient
@@ -226,7 +223,7 @@ class AlgorithmConfig(Section):
     """
     reference_importance_weights: bool = False
     """Multiply the KL penalty by min(pi / mu, ``ratio_cap``). The penalty is then correct also if pi differs from the
-    policy that sampled, for instance after the first of several optimiser steps on a batch.
+    policy that sampled.
     """
     truncated_responses: Literal["as-verified", "zero-reward", "drop"] = "zero-reward"
     """Reward of a response that reached the length limit. ``as-verified``: the verifier's reward. ``zero-reward``: 0,
@@ -244,8 +241,7 @@ class AlgorithmConfig(Section):
     advantage: table.AdvantageName = "group-mean"
     """Advantage of a response. ``group-mean``: its reward minus the mean of its group. ``leave-one-out``: its reward
     minus the mean of the other responses (RLOO). ``group-standardized``: ``group-mean`` divided by the group's standard
-    deviation (GRPO). Division by the deviation gives prompts with nearly equal rewards more weight (Dr. GRPO, arXiv
-    2503.20783, calls that a bias of difficulty).
+    deviation (GRPO). docs/rewards.md.
     """
 
     def facts(self) -> table.AlgorithmFacts:
@@ -270,7 +266,7 @@ class ParallelConfig(Section):
     """Model chunks in each pipeline stage (interleaved 1F1B)."""
     first_stage_layers: int | None = Field(default=None, gt=0)
     """Layers of the first pipeline stage, for models whose layers the stages do not divide evenly (94 layers on 4
-    stages: 23 first and 23 last leave 24 for each other stage). Empty: the same number as the other stages.
+    stages: 23, 24, 24, 23). Empty: the same number as the other stages.
     """
     last_stage_layers: int | None = Field(default=None, gt=0)
     """Layers of the last pipeline stage. This stage also computes the output layer and the loss. Empty: the same number
@@ -289,8 +285,7 @@ class ParallelConfig(Section):
     """
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time of a collective. A rank that waits longer ends, and reports the collective and the ranks that it
-    waited for. A collective has a longer limit if its ranks wait for other ranks to generate, start, save or update
-    weights.
+    waited for. The limit is longer while ranks wait for others to generate, start, save or update weights.
     """
 
     @property
@@ -313,8 +308,8 @@ class StepConfig(Section):
     """
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation. ``full`` recomputes every layer. ``selective`` recomputes the core attention. For
-    mixtures of experts on GPUs, ``selective`` recomputes the experts' activation function and the norms instead,
-    because recomputing fused attention saves almost nothing. ``megatron.recompute_modules`` replaces this choice.
+    mixtures of experts on GPUs, ``selective`` recomputes the experts' activation function and the norms instead.
+    ``megatron.recompute_modules`` replaces this choice.
     """
 
 
@@ -385,16 +380,14 @@ class EngineConfig(Section):
     ``consistent_hashing``: by the prompt's hash.
     """
     start_timeout_s: float = Field(default=1800.0, gt=0)
-    """Longest time for a server to start, and longest wait of a run while no server is healthy. On GPUs a starting
-    server reads the weights, compiles kernels, captures CUDA graphs and answers its first requests.
-    """
+    """Longest time for a server to start, and longest wait of a run while no server is healthy."""
     hang_timeout_s: float = Field(default=60.0, gt=0)
     """A server counts as lost if it answers nothing for this time, not even health checks. Until the first answer of a
-    server of ``urls``, ``start_timeout_s`` applies instead, because the server may still compile.
+    server of ``urls``, ``start_timeout_s`` applies instead.
     """
     max_restarts: int = Field(default=3, ge=0)
-    """Largest number of restarts of each server within ``restart_window_s``. The pause before a restart grows. A server
-    that is lost once more is not restarted. If no server is left, the run saves a checkpoint and ends.
+    """Largest number of restarts of each server within ``restart_window_s``. If no server is left, the run saves a
+    checkpoint and ends.
     """
     restart_window_s: float = Field(default=3600.0, gt=0)
     """Seconds after which a restart of a server no longer counts."""
@@ -419,9 +412,8 @@ class EngineConfig(Section):
     """
     atomic_updates: bool = False
     """Servers that the run starts keep the tensors of a weight update in host memory until the update is complete. This
-    takes as much host memory as the served weights. If an update is interrupted, the servers serve the previous version
-    again. Every update is compared tensor by tensor. false: after an interrupted update of whole weights, the servers
-    stay paused until the next update.
+    takes as much host memory as the served weights. After an interrupted update they serve the previous version again.
+    false: they stay paused until the next update.
     """
     python: str | None = None
     """Python interpreter of the servers and their router, with this package, SGLang and smg installed. Empty: the
@@ -451,9 +443,9 @@ class WeightSyncConfig(Section):
     ``disk``: a folder that the engines read.
     """
     senders: Literal["holders", "nodes"] | None = None
-    """Ranks that send with ``distributed`` and ``tensor``. ``holders``: the rank that holds most of a tensor gathers
-    and sends the tensor. ``nodes``: one rank on the node of this holder gathers and sends the tensor, so engines join
-    fewer groups. Empty: ``nodes`` on GPUs, else ``holders``.
+    """Ranks that send with ``distributed`` and ``tensor``. ``holders``: the rank that holds most of a tensor.
+    ``nodes``: one rank on the node of this holder, so engines join fewer groups. Empty: ``nodes`` on GPUs, else
+    ``holders``.
     """
     bucket_mib: int = Field(default=512, gt=0, le=2**20)
     """MiB of weights in one message."""
@@ -462,9 +454,9 @@ class WeightSyncConfig(Section):
     update, is computed from it. Empty: only the bounds in bytes are recorded.
     """
     changes_only: bool = False
-    """With ``distributed`` and ``tensor``: send only the elements that changed since the last update. In host memory,
-    every sender keeps a copy of the weights that it sends, and every engine rank keeps received changes until the
-    update ends. Whole weights are sent to a new server, after a failed update, and if the changes are not fewer bytes.
+    """With ``distributed`` and ``tensor``: send only the elements that changed since the last update. Every sender
+    keeps a copy of its weights in host memory. Whole weights are sent to a new server, after a failed update, and if
+    the changes are not fewer bytes.
     """
     verify_every: int = Field(default=1, gt=0)
     """Compare a hash of every tensor at every n-th update; with ``changes_only`` at every update."""
@@ -525,9 +517,8 @@ class CheckpointConfig(StoredCheckpointsConfig):
     """Megatron distributed checkpoints under ``<directory>/checkpoints``, and the export."""
 
     keep_responses: bool = True
-    """Keep the scored responses since the newest checkpoint under ``<directory>/spool``, with all their columns. When
-    ranks start again from this checkpoint, they train on the kept responses and sample only the missing responses;
-    docs/failures.md.
+    """Keep the scored responses since the newest checkpoint under ``<directory>/spool``, with all their columns. Ranks
+    that start again from it train on the kept responses and sample only the missing ones; docs/failures.md.
     """
     export_hf: bool = True
     """Write the final policy as a Hugging Face folder, ``<directory>/hf``."""
@@ -536,9 +527,8 @@ class CheckpointConfig(StoredCheckpointsConfig):
     model.
     """
     upload: str | None = None
-    """``OWNER/NAME`` of a repository of huggingface.co. When the run is finished, rank 0 uploads the export to it, as
-    ``convert upload`` does; a new repository is private. If the upload fails, the log has the command that repeats the
-    upload.
+    """``OWNER/NAME`` of a repository of huggingface.co. At its end the run uploads the export to it, as ``convert
+    upload`` does; a new repository is private.
     """
 
 
@@ -553,9 +543,8 @@ class MemoryChecksConfig(Section):
     """
     engines_every: int = Field(default=10, ge=0)
     """Hash the engines' weights before every n-th weight update, and compare the hashes with the hashes of the version
-    that the engines serve. With ``weight_sync.verify_every`` above 1 only some versions have hashes: the check then
-    waits for the next update after such a version. With ``lora.update: adapters``, hash the frozen model instead. 0:
-    never. Colocated engines are not checked: they drop their weights while the trainer works.
+    that the engines serve. With ``lora.update: adapters``, hash the frozen model instead. 0: never. Colocated engines
+    are not checked.
     """
 
     @model_validator(mode="before")

@@ -684,8 +684,8 @@ time), `evaluation/SET/accuracy` (avg@k, the mean reward) or, in supervised runs
 `weights/PHASE_s` of the newest weight update. The console marks a figure outside its normal range and shows what to
 check.
 
-| name | meaning | divided by | normal, float32 (bfloat16; FP8 weights in the servers) |
-|---|---|---|---|
+| name | meaning | normal, float32 (bfloat16; FP8 weights in the servers) |
+|---|---|---|
 """
 
 
@@ -699,9 +699,8 @@ def reference() -> str:
     rows = []
     for row in METRICS.values():
         name = row.recorded_as or row.name
-        divisor = f"`{row.divisor}`" if row.divisor else ""
         meaning = linked(row.meaning).replace("|", "\\|")
-        rows.append(f"| `{name}` | {meaning} | {divisor} | {_normal_text(row)} |\n")
+        rows.append(f"| `{name}` | {meaning} | {_normal_text(row)} |\n")
     return _INTRODUCTION + "".join(rows)
 
 

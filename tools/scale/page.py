@@ -21,9 +21,9 @@ half of the longest length, except in "{FULLEST}": every response reaches its li
 the thinking model have the sizes of the base model's recipes."""
 
 
-PUBLISHED = """Runs of others, and the planner's figure for the same set-up (`tools/scale/published_runs.yaml`, on
-H100); ratio: planner / published. The planner's shares of the peak are set so that the runs that train by
-reinforcement learning have ratios around 1:
+PUBLISHED = """Runs of others on H100, and the planner's figure for the same set-up; ratio: planner / published. What a
+source leaves open is assumed in `tools/scale/published_runs.yaml`. The planner's shares of the peak are set so that
+the runs that train by reinforcement learning have ratios around 1:
 
 - dense layers reach 0.5 of the peak: the four runs of dense models;
 - experts reach 0.13 in training, and their weights 0.55 of the memory's rate in decoding: Qwen3-30B-A3B in NeMo-RL 0.6;
@@ -37,11 +37,13 @@ The figures of the recipes' servers of TP4 come from the planner alone until the
 
 def page(columns: Sequence[Size], benchmarks: Sequence[Benchmark]) -> str:
     """Return the page: the sections with computed figures first."""
-    blocks = [HEAD]
+    head = ["", *(size.name for size in columns), "how"]
+    computed = [head, ["---"] * len(head)]
     for heading, rows in SECTIONS.items():
-        head = ["", *(size.name for size in columns), "how"]
-        cells = [[row.quantity, *(row.of(size.plan) for size in columns), row.how] for row in rows]
-        blocks += [f"## {heading}", table([head, ["---"] * len(head), *cells])]
+        computed.append([f"**{heading}**", *[""] * (len(head) - 1)])
+        for row in rows:
+            computed.append([row.quantity, *(row.of(size.plan) for size in columns), row.how])
+    blocks = [HEAD, table(computed)]
     blocks += ["## Published runs", PUBLISHED, table(published.rows(published.published_runs()))]
     blocks += ["## Measured", *_measured(benchmarks)]
     return "\n\n".join(blocks) + "\n"

@@ -29,7 +29,6 @@ class PublishedRun:
 
     name: str
     source: str
-    assumed: str
     unit: str
     measured: float
     ours: float
@@ -51,7 +50,6 @@ def _plan_entry(run: Mapping[str, Any]) -> PublishedRun:
     return PublishedRun(
         name=run["name"],
         source=run["source"],
-        assumed=run["assumed"],
         unit=UNITS[unit],
         measured=measured,
         ours=_FIGURES[unit](plan),
@@ -92,10 +90,10 @@ _FIGURES = {"seconds": _seconds, "tflops": _tflops}
 
 def rows(runs: list[PublishedRun]) -> list[list[str]]:
     """Return the rows of the table, the heading first."""
-    head = ["run", "published", "planner", "ratio", "not published, assumed"]
+    head = ["run", "published", "planner", "ratio"]
     return [head, ["---"] * len(head), *map(_row, runs)]
 
 
 def _row(run: PublishedRun) -> list[str]:
     figures = [f"{value:,.3g} {run.unit}" for value in (run.measured, run.ours)]
-    return [f"[{run.name}]({run.source})", *figures, f"{run.ratio:.2f}", run.assumed]
+    return [f"[{run.name}]({run.source})", *figures, f"{run.ratio:.2f}"]

@@ -35,10 +35,6 @@ def _columns(name: str) -> Callable[[RunPlan], str]:
     return cell
 
 
-def _columns_of_a_rank(plan: RunPlan) -> str:
-    return gb(plan.columns.replicas / plan.facts.trainer.layout.data)
-
-
 def _received(plan: RunPlan) -> str:
     """Bytes of columns that arrive at ranks, over the bytes needed.
 
@@ -75,10 +71,6 @@ def _update_bound(plan: RunPlan) -> str:
     device = plan.cluster.device
     bandwidth = device.network if _server_only_nodes(plan) else device.nvlink
     return _seconds(plan.traffic.update / bandwidth)
-
-
-def _hash_bound(plan: RunPlan) -> str:
-    return _seconds(plan.traffic.update / plan.facts.senders / plan.cluster.device.hbm)
 
 
 def _trainer_groups(plan: RunPlan) -> str:
@@ -118,25 +110,13 @@ SECTIONS: dict[str, tuple[ComputedRow, ...]] = {
             "layers x experts a token x 1 byte x tokens",
         ),
         ComputedRow(
-            "routing a step, on the wire", _columns("routing_wire"), "planner/batch_memory.py"
-        ),
-        ComputedRow(
             "Top-K a step, in memory", _columns("topk"), "K x (4 + 4) bytes x response tokens"
         ),
-        ComputedRow("Top-K a step, on the wire", _columns("topk_wire"), "planner/batch_memory.py"),
         ComputedRow("on the wire over in memory", _received, "of routing and Top-K together"),
-        ComputedRow(
-            "a rank holds of a batch", _columns_of_a_rank, "ids, masks and columns of its replica"
-        ),
-        ComputedRow(
-            "host memory a node, columns",
-            _host("batch"),
-            "ranks x copies x what each holds (planner/batch_memory.py)",
-        ),
         ComputedRow(
             "host memory a node, in all",
             _host("total"),
-            "and processes, checkpoint, pinned capture buffers",
+            "columns, processes, checkpoint, pinned capture buffers",
         ),
     ),
     "Balance (simulated with the trainer's own plan)": (
@@ -163,9 +143,6 @@ SECTIONS: dict[str, tuple[ComputedRow, ...]] = {
             "parameters x bytes of the dtype",
         ),
         ComputedRow(
-            "of them gathered first", lambda p: gb(p.traffic.gathered), "planner/traffic.py"
-        ),
-        ComputedRow(
             "between nodes, at least",
             _between_nodes,
             "once into each node that serves and doesn't train",
@@ -179,11 +156,6 @@ SECTIONS: dict[str, tuple[ComputedRow, ...]] = {
             "expected",
             lambda p: _seconds(p.traffic.update_seconds),
             "planner/traffic.py, hash and canary included",
-        ),
-        ComputedRow(
-            "hash of a sender's bytes, lower bound",
-            _hash_bound,
-            "bytes / senders / the GPU memory's rate",
         ),
     ),
     "A rank": (

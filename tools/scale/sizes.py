@@ -28,7 +28,6 @@ def sizes() -> list[Size]:
     """One size for each recipe with a size of its own, and the fullest step."""
     return [
         Size("30B-A3B", _plan("qwen3_30b_a3b_base")),
-        Size("30B-A3B R3", _plan("qwen3_30b_a3b_base_r3")),
         Size(
             FULLEST,
             _plan("qwen3_30b_a3b_base_r3", ["algorithm.name=dppo-topk-tv"], mean_response=16_384.0),

@@ -292,15 +292,14 @@ def test_the_page_has_words_figures_and_every_rule(tmp_path):
         *("c", "final, kpop (drift) less final, gspo (drift)", "+0.200", "+0.200 to +0.200", "0.000"),
         *("above 0", "< 0.0001", "0.031", "as claimed", "", ""),
     ]  # fmt: skip
-    assert page.index("| kpop † | 6 | 0.535 | 0.510 to 0.560 | -0.107 |  |") < page.index(
-        "| gspo | 6 | 0.335 |"
-    )
     rules = read_csv(tmp_path / "findings" / "rules.csv")
-    assert rules[1][:4] == ["drift", "kpop †", "6", "0.535"]
-    assert [row[1] for row in rules[1:]] == ["kpop †", "gspo"]
+    assert rules[1] == ["drift", "kpop †", "6", "0.535", "0.510 to 0.560", "-0.107", "", ""]
+    assert rules[2][:4] == ["drift", "gspo", "6", "0.335"]
+    assert len(rules) == 3
     # (0.001 + 7 * 0.005) / 8
-    assert "| drift | moe | stale-8 | 4.5e-03 | 3.0e-02 | not run |  |" in page
-    assert "| exact | rare | none | not run |  | not run |  |" in page
+    settings = {row[0]: row[1:7] for row in read_csv(tmp_path / "findings" / "settings.csv")}
+    assert settings["drift"] == ["moe", "stale-8", "4.5e-03", "3.0e-02", "not run", ""]
+    assert settings["exact"] == ["rare", "none", "not run", "", "not run", ""]
     assert imread(tmp_path / "findings" / "c.png").std() > 0.01
 
 
@@ -349,6 +348,14 @@ def test_rules_of_few_seeds_stand_beside_dppo_of_the_same_seeds():
     assert (dppo[0], *dppo[-2:]) == (TV, "-0.104", "")
 
 
+def test_a_claim_after_another_names_it():
+    assert findings.source_of(make_claim(comparison_of("ppo", "gspo"))) == "s"
+    later = replace(
+        make_claim(comparison_of("ppo", "kpop")), source="registered after pdm was seen"
+    )
+    assert findings.source_of(later) == "after pdm †"
+
+
 def test_the_real_loops_mismatch_stands_beside_the_labs():
     cell = SETTINGS["coarse"].cell(TV, 1)
 
@@ -359,9 +366,9 @@ def test_the_real_loops_mismatch_stands_beside_the_labs():
             del real[names.GAP_STALE]
         else:
             real[names.GAP_STALE] = [math.nan, *[stale_in_real_loop] * 7]
-        table = findings.settings_table({cell.key: lab, real_loop.real_key(cell): real})
-        (line,) = [line for line in table if line.startswith("| coarse |")]
-        return [text.strip() for text in line.split("|")][4:8]
+        table = findings.settings_csv({cell.key: lab, real_loop.real_key(cell): real})
+        (cells,) = [cells for cells in csv.reader(table.splitlines()) if cells[0] == "coarse"]
+        return cells[3:7]
 
     # The lab's gap over all mini-batches is 0.03. Its gap over the first mini-batches is (0.001 + 7 * x) / 8.
     assert row(0.001, 0.0032, 0.03) == ["1.0e-03", "3.0e-02", "2.9e-03", "3.0e-02"]
@@ -384,6 +391,7 @@ def test_the_kept_page_and_its_figures_are_those_of_the_kept_runs():
     tests = findings.tests_csv(CLAIMS, found, records)
     assert (DOCS / "findings" / "tests.csv").read_text() == tests
     assert (DOCS / "findings" / "rules.csv").read_text() == findings.rules_csv(records)
+    assert (DOCS / "findings" / "settings.csv").read_text() == findings.settings_csv(records)
     decided = {name for name, verdict in found.items() if verdict.word is not None}
     figure_names = {path.stem for path in (DOCS / "findings").glob("*.png")}
     assert figure_names == decided | {"shown", "fp8"}

@@ -18,12 +18,14 @@ def test_the_document_is_current():
 def test_a_row_says_what_a_key_takes_and_means():
     rows = reference().splitlines()
     assert (
-        "| `prompts_per_step` | a whole number > 0 and <= 1048576 | required | Prompts in a rollout batch. |"
+        "| `prompts_per_step` | integer > 0 and <= 1048576 | required | Prompts in a rollout batch. |"
         in rows
     )
-    assert "| `lr` | a number > 0 | required | Learning rate after the warm-up. |" in rows
+    assert "| `lr` | number > 0 | required | Learning rate after the warm-up. |" in rows
     # Options that are not taken for one reason share a row.
-    assert "| `bf16`, `fp16`, `params_dtype` | model.dtype sets it |" in rows
+    assert "| `hidden_dropout`, `attention_dropout` | with dropout pi would differ" in "\n".join(
+        rows
+    )
     assert "| unless off: `fp8_param`, `fp4_param` | " in "\n".join(rows)
 
 
@@ -41,6 +43,7 @@ def test_keys_that_equal_those_of_another_table_are_named_and_not_repeated():
     assert text.count("| `metadata_key` |") == 1
     supervised = text.partition("## `megatron-dppo supervised`")[2]
     assert "| `sequences_per_step` |" in supervised
+    assert "As above: `micro_batch_tokens`, `recompute`." in supervised
 
 
 def test_every_key_of_both_kinds_of_run_is_there_and_explained():
