@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from examples.recipes.paper import experiments, figures, runs_of, tables_of
-from examples.recipes.paper_toys import TOYS
 
 PAGE = Path("docs/paper.md")
 PICTURES = PAGE.parent / "figures" / "paper"
@@ -53,7 +52,6 @@ def generated() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     for name in figures():
         lines.extend(["", *_section(name)])
-    lines.extend(["", "## Published nowhere, so chosen here", "", *_choices()])
     return "\n".join(lines)
 
 
@@ -113,25 +111,10 @@ def _link(figure: str) -> str:
 def _picture(figure: str) -> Iterator[str]:
     path = picture_of(figure)
     yield f"![{figure}, from toy runs]({path.relative_to(PAGE.parent)})"
-    yield ""
-    yield f"*{_caption(figures()[figure]['experiments'])}*"
 
 
 def _sentence(text: str) -> str:
     return text[0].upper() + text[1:].removesuffix(".") + "."
-
-
-def _caption(names: list[str]) -> str:
-    parts = []
-    for name in names:
-        if experiments()[name]["recipe"] is None:
-            continue
-        toy = TOYS[name]
-        changes = "".join(f", {change}" for change in toy.changes)
-        parts.append(
-            f"{experiments()[name]['title']}: task {toy.task}, mismatch {toy.mismatch}{changes}"
-        )
-    return f"Toy runs ({'; '.join(parts)})."
 
 
 def _differences(figure: str) -> Iterator[str]:
@@ -162,16 +145,6 @@ def _published(rows: Mapping[str, list[float]]) -> Iterator[str]:
     yield "|---|---:|---:|---:|"
     for name, values in rows.items():
         yield f"| {name} | {' | '.join(str(value) for value in values)} |"
-
-
-def _choices() -> Iterator[str]:
-    """Yield a line for each set of choices, with the experiments that it is chosen for."""
-    titles: dict[str, list[str]] = {}
-    for row in experiments().values():
-        if row.get("chosen"):
-            titles.setdefault("; ".join(row["chosen"]), []).append(row["title"])
-    for chosen, titles_of_line in titles.items():
-        yield f"- {'; '.join(titles_of_line)}: {chosen}"
 
 
 def whole() -> str:

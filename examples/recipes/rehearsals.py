@@ -1,4 +1,4 @@
-"""Rehearse the recipes and further layouts, one at a time, and write the table of docs/rehearsal.md.
+"""Rehearse the recipes and further layouts, one at a time, and write docs/evidence/rehearsals.csv.
 
 python -m examples.recipes.rehearsals [NAME ...]    # rehearse these recipes or layouts of FURTHER (default: all)
 python -m examples.recipes.rehearsals --missing     # rehearse all recipes and layouts that have no result yet
@@ -9,6 +9,8 @@ python -m examples.recipes.rehearsals --write       # put the results in runs/re
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -16,16 +18,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.recipes.verdicts import NODES, with_table
+from examples.recipes.verdicts import NODES
 from megatron_dppo.cluster.rehearsal import RESULT
 from megatron_dppo.cluster.rehearsal.verdict import features
 from megatron_dppo.config import TrainConfig, load_config
 from megatron_dppo.model.layout import Layout
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "rehearsal.md"
+TABLE = HERE.parents[1] / "docs" / "evidence" / "rehearsals.csv"
 RESULTS = Path("runs") / "rehearsals"
-BEGIN, END = "<!-- rehearsals -->", "<!-- end of rehearsals -->"
 FURTHER: Mapping[str, tuple[str, Sequence[str]]] = {
     "TP2-PP2-EP4-DP2": (
         "qwen3_30b_a3b_r3",
@@ -79,39 +80,26 @@ def result_of(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
     return result
 
 
-def table(results: Path = RESULTS, page: str = "") -> str:
-    """Return all rehearsals as a Markdown table.
+def table(results: Path = RESULTS, stored: str = "") -> str:
+    """Return all rehearsals as a CSV file.
 
-    A rehearsal without a result in ``results`` keeps its row of ``page``. If ``page`` has no row of the rehearsal, the
-    row says "not run".
+    A rehearsal without a result in ``results`` keeps its row of ``stored``, such a file. If ``stored`` has no row of
+    the rehearsal, the row says "not run".
     """
-    present_rows = _rows_of(page)
-    rows = [HEAD, ["---"] * len(HEAD)]
+    stored_rows = {(row[0], row[1]): row for row in csv.reader(io.StringIO(stored))}
+    rows = [HEAD]
     for name in NAMES:
         result = result_of(name, results)
         recipe, _ = FURTHER.get(name, (name, ()))
-        key = f"`{recipe}`", _layout(name)
+        key = recipe, _layout(name)
+        not_run = [*key, str(_config(name).parallel.world_size), "not run", "", ""]
+        row = stored_rows.get(key, not_run)
         if result is not None:
-            rows.append([*key, str(result["ranks"]), *_cells(result)])
-        elif key in present_rows:
-            rows.append(present_rows[key])
-        else:
-            row = [*key, str(_config(name).parallel.world_size), "not run"]
-            row += [""] * (len(HEAD) - len(row))
-            rows.append(row)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _rows_of(page: str) -> dict[tuple[str, str], list[str]]:
-    """Return the rows of the page's table by recipe and layout."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    after_begin = page.partition(BEGIN)[2]
-    table_text = after_begin.partition(END)[0]
-    for line in table_text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == len(HEAD):
-            rows[cells[0], cells[1]] = cells
-    return rows
+            row = [*key, str(result["ranks"]), *_cells(result)]
+        rows.append(row)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def _config(name: str) -> TrainConfig:
@@ -142,11 +130,6 @@ def _cells(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def updated_page(text: str, results: Path = RESULTS) -> str:
-    """Return the page ``text`` with the present table."""
-    return with_table(text, BEGIN, END, table(results, text))
-
-
 def main() -> int:
     """Rehearse, or write the table; return the largest exit code of the rehearsals."""
     parser = argparse.ArgumentParser(
@@ -158,8 +141,8 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     if options.write:
-        page = updated_page(PAGE.read_text(encoding="utf-8"), options.results)
-        PAGE.write_text(page, encoding="utf-8")
+        stored = TABLE.read_text(encoding="utf-8")
+        TABLE.write_text(table(options.results, stored), encoding="utf-8")
         return 0
     names = options.names or NAMES
     if options.missing:

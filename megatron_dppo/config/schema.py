@@ -33,13 +33,11 @@ class RunConfig(Section):
     0 and set aside the files of earlier starts. ``required``: start from a checkpoint, or fail.
     """
     sha256_list: str | None = None
-    """File in sha256sum's format with the hashes of inputs (checkpoint, tokenizer, data). File names in it are relative
-    to its own folder. The hashes are compared before every start, and by ``--check``.
+    """File in sha256sum's format with the hashes of inputs (checkpoint, tokenizer, data), compared before every start
+    and by ``--check``. File names in it are relative to its own folder.
     """
     show_sample_every: int = Field(default=5, ge=0)
-    """Steps between two sample responses on the console, each with its reward and the reason; 0: no samples. The file
-    ``samples.jsonl`` has a few responses of every step.
-    """
+    """Steps between two sample responses on the console; 0: no samples."""
     max_restarts: int = Field(default=3, ge=0)
     """Largest number of restarts of the trainer's ranks within ``restart_window_s``; the servers keep running
     meanwhile. 0: the first death ends the run.
@@ -65,9 +63,7 @@ class HeadConfig(Section):
     """The output layer. The logits of one chunk of tokens exist at a time; docs/long_context.md."""
 
     chunk_tokens: int = Field(default=4096, gt=0)
-    """Tokens of a chunk. Smaller chunks need less memory for logits. Every chunk adds its gradient to the output
-    layer's gradient; below about 1024 tokens these additions take noticeable time.
-    """
+    """Tokens of a chunk. Smaller chunks need less memory; below about 1024 tokens they take noticeable time."""
     dtype: Literal["model", "float32"] = "model"
     """Dtype of the logits in trainer and engines. ``model``: the dtype of the weights. ``float32``: the engines run
     with SGLang's --enable-fp32-lm-head.
@@ -137,9 +133,7 @@ class RolloutConfig(Section):
     completes one of these texts; the verifier sees the part before the text.
     """
     topk_log_probs: int = Field(default=0, ge=0)
-    """K: the engine records the log-probabilities of TopK(mu), also for an algorithm that does not need them. 0: the
-    algorithm's own K. For an algorithm with its own K, only 0 and this K are valid.
-    """
+    """K: the engine records the log-probabilities of TopK(mu). 0: the algorithm's own K, if it has one."""
     max_concurrent_requests: int = Field(default=256, gt=0)
     """Largest number of requests in flight from one data-parallel leader, the rank that generates for its replica."""
     request_timeout_s: float | None = Field(default=None, gt=0)
@@ -280,8 +274,8 @@ class ParallelConfig(Section):
     """Sequence parallelism. Empty: on if tensor > 1 and the model is a mixture of experts."""
 
     interface: str | None = None
-    """Name or address of the network interface that ranks listen on. Empty: loopback if all ranks are on one machine;
-    on several machines gloo and NCCL choose the interface, and rank 0 listens on MASTER_ADDR.
+    """Name or address of the network interface that ranks listen on. Empty: loopback on one machine; on several, gloo
+    and NCCL choose it, and rank 0 listens on MASTER_ADDR.
     """
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time of a collective. A rank that waits longer ends, and reports the collective and the ranks that it
@@ -402,13 +396,12 @@ class EngineConfig(Section):
     that must move. Empty: all parts.
     """
     deterministic: bool = False
-    """Sample every response with its own seed, by computations that do not depend on the other responses of a batch. A
-    second run with equal seed, weights and machine then samples the same responses. docs/fleet.md has the cost in
-    time.
+    """Sample every response with its own seed, so that a second run with equal seed, weights and machine samples the
+    same responses; docs/fleet.md.
     """
     quantization: Literal["fp8"] | None = None
-    """``fp8``: servers hold linear layers and experts as block FP8 (e4m3, 128 x 128) and round activations to FP8; the
-    trainer keeps ``model.dtype``. Empty: servers hold weights in the trainer's dtype. docs/fleet.md.
+    """``fp8``: servers hold linear layers and experts as block FP8 and round activations to FP8; docs/fleet.md. Empty:
+    the trainer's dtype.
     """
     atomic_updates: bool = False
     """Servers that the run starts keep the tensors of a weight update in host memory until the update is complete. This
@@ -504,8 +497,8 @@ class StoredCheckpointsConfig(Section):
     keep: int = Field(default=2, gt=0)
     """Newest complete checkpoints to keep."""
     background: bool = True
-    """Copy a rank's share to host memory (pinned with a GPU), and write this copy while training continues; the next
-    save waits until the copy is written. false: no copy is made, and training waits for the disk.
+    """Copy a rank's share to host memory, and write this copy while training continues. false: training waits for the
+    disk.
     """
     on_damage: Literal["refuse", "previous"] = "refuse"
     """Reaction if the newest checkpoint is damaged. ``refuse``: do not start. ``previous``: start from the checkpoint
@@ -538,8 +531,8 @@ class MemoryChecksConfig(Section):
     """
 
     optimizer: bool = True
-    """Hash Adam's moments and the fp32 masters after a step that is followed by a checkpoint. Hash them again at the
-    checkpoint and before the next step; the hashes must be equal.
+    """Hash Adam's moments and the fp32 masters after a step that is followed by a checkpoint, at the checkpoint and
+    before the next step.
     """
     engines_every: int = Field(default=10, ge=0)
     """Hash the engines' weights before every n-th weight update, and compare the hashes with the hashes of the version

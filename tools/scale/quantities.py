@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_dppo.cluster.planner import communicators
 from megatron_dppo.cluster.planner.devices import gb, gib
 from megatron_dppo.cluster.planner.run_plan import RunPlan
 from megatron_dppo.cluster.planner.step_time import model_flops_utilisation
@@ -71,16 +70,6 @@ def _update_bound(plan: RunPlan) -> str:
     device = plan.cluster.device
     bandwidth = device.network if _server_only_nodes(plan) else device.nvlink
     return _seconds(plan.traffic.update / bandwidth)
-
-
-def _trainer_groups(plan: RunPlan) -> str:
-    held = plan.fullest.communicators
-    return f"{held // communicators.PER_COMMUNICATOR}: {gib(held)}"
-
-
-def _engine_groups(plan: RunPlan) -> str:
-    count = int(plan.facts.engine.layout.tensor > 1) + plan.facts.senders
-    return f"{count}: {gib(count * communicators.PER_COMMUNICATOR)}"
 
 
 def _memory(plan: RunPlan) -> str:
@@ -158,19 +147,7 @@ SECTIONS: dict[str, tuple[ComputedRow, ...]] = {
             "planner/traffic.py, hash and canary included",
         ),
     ),
-    "A rank": (
-        ComputedRow(
-            "communicators of a trainer rank",
-            _trainer_groups,
-            "count: bytes (planner/communicators.py)",
-        ),
-        ComputedRow(
-            "communicators of an engine rank",
-            _engine_groups,
-            "its server's, and one of each sender",
-        ),
-        ComputedRow("memory of the fullest trainer GPU", _memory, "planner/memory.py"),
-    ),
+    "A rank": (ComputedRow("memory of the fullest trainer GPU", _memory, "planner/memory.py"),),
     "A step": (
         ComputedRow(
             "step",

@@ -1,5 +1,6 @@
 """A recipe's rehearsal: the derived configuration, the tiny model's sizes, and the keys that errors name."""
 
+import csv
 import dataclasses
 import json
 import shutil
@@ -470,22 +471,23 @@ def test_the_table_of_recipes_names_results_and_what_was_not_run(tmp_path):
     folder = tmp_path / "qwen3_8b_base"
     folder.mkdir()
     (folder / "rehearsal.json").write_text(json.dumps(result))
-    _, _, *lines = rehearsals.table(tmp_path).splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    head, *rows = csv.reader(rehearsals.table(tmp_path).splitlines())
+    assert head == rehearsals.HEAD
     assert [row[3] for row in rows].count("not run") == len(rehearsals.NAMES) - 1
     (row,) = (row for row in rows if row[3] != "not run")
-    assert row == ["`qwen3_8b_base`", "DP8", "8", "failed: gradient norm", "0.00015", ""]
-    labels_not_run = {row[1] for row in rows if row[0] == "`qwen3_30b_a3b_base_r3`"}
+    assert row == ["qwen3_8b_base", "DP8", "8", "failed: gradient norm", "0.00015", ""]
+    labels_not_run = {row[1] for row in rows if row[0] == "qwen3_30b_a3b_base_r3"}
     assert "PP2 VPP2 EP8 DP8, algorithm dppo-topk-tv, R3" in labels_not_run
 
 
-def test_a_rehearsal_without_a_result_keeps_its_row_of_the_page(tmp_path):
-    row = "| `qwen3_8b_base` | DP8 | 8 | passed | 0.00016 | 0.013 |"
-    page = f"before\n{rehearsals.BEGIN}\n{row}\n{rehearsals.END}\nbehind"
-    lines = rehearsals.updated_page(page, tmp_path).splitlines()
-    assert (lines[0], lines[-1]) == ("before", "behind")
+def test_a_rehearsal_without_a_result_keeps_its_stored_row(tmp_path):
+    row = "qwen3_8b_base,DP8,8,passed,0.00016,0.013"
+    lines = rehearsals.table(tmp_path, f"recipe,layout\n{row}\n").splitlines()
     assert row in lines
     assert sum("not run" in line for line in lines) == len(rehearsals.NAMES) - 1
+    # Every stored row is of a recipe and a layout that there is.
+    stored = rehearsals.TABLE.read_text()
+    assert rehearsals.table(tmp_path, stored) == stored
 
 
 SUMMARY = {
