@@ -121,7 +121,7 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Must be 1: truncation changes the distribution of the samples, but not the engine's log-probabilities."""
+    """Must be 1: truncation does not change the engine's log-probabilities."""
     top_k: int = -1
     """Must be -1 (off), for the reason of ``top_p``."""
     stop_token_ids: list[int] = Field(default_factory=list)
@@ -129,9 +129,7 @@ class RolloutConfig(Section):
     ends a response is trained on.
     """
     stop: list[str] = Field(default_factory=list)
-    """Texts that end a response, in training and evaluation. The response is trained on up to the token that
-    completes one of these texts; the verifier sees the part before the text.
-    """
+    """Texts that end a response, in training and evaluation; docs/data.md."""
     topk_log_probs: int = Field(default=0, ge=0)
     """K: the engine records the log-probabilities of TopK(mu). 0: the algorithm's own K, if it has one."""
     max_concurrent_requests: int = Field(default=256, gt=0)
@@ -357,8 +355,8 @@ class EngineConfig(Section):
     authorities.
     """
     passed_variables: list[str] = Field(default_factory=list)
-    """Environment variables with credentials that the run passes on to the servers that it starts. For instance, SGLang
-    needs credentials to read weights from an object store; docs/shared_hosts.md.
+    """Environment variables with credentials that the run passes on to the servers that it starts;
+    docs/shared_hosts.md.
     """
     host: str = "127.0.0.1"
     """Address that servers listen on; loopback by default."""
@@ -369,9 +367,8 @@ class EngineConfig(Section):
     router_policy: Literal["power_of_two", "cache_aware", "round_robin", "consistent_hashing"] = (
         "power_of_two"
     )
-    """The router's rule to choose a server. ``power_of_two``: the less loaded of two random servers.
-    ``cache_aware``: the server whose cache has the prompt's beginning. ``round_robin``: each server in turn.
-    ``consistent_hashing``: by the prompt's hash.
+    """The router's rule to choose a server. ``power_of_two``: the less loaded of two random servers. ``cache_aware``:
+    the server whose cache has the prompt's beginning. ``consistent_hashing``: by the prompt's hash.
     """
     start_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time for a server to start, and longest wait of a run while no server is healthy."""
@@ -443,9 +440,7 @@ class WeightSyncConfig(Section):
     bucket_mib: int = Field(default=512, gt=0, le=2**20)
     """MiB of weights in one message."""
     network_gb_per_s: float | None = Field(default=None, gt=0)
-    """Network bandwidth into a node, GB/s (1e9 bytes). The metric ``weights/bound_s``, the shortest possible time of an
-    update, is computed from it. Empty: only the bounds in bytes are recorded.
-    """
+    """Network bandwidth into a node, GB/s (1e9 bytes), from which ``weights/bound_s`` is computed."""
     changes_only: bool = False
     """With ``distributed`` and ``tensor``: send only the elements that changed since the last update. Every sender
     keeps a copy of its weights in host memory. Whole weights are sent to a new server, after a failed update, and if
@@ -461,8 +456,7 @@ class WeightSyncConfig(Section):
     """
     canary_mean: float | None = Field(default=None, gt=0)
     """Largest mean difference of the log-probabilities, nats, that the canary accepts as rounding. Empty: 1e-4 for
-    float32 weights, 0.3 for bfloat16, 0.6 for FP8. Above 8 layers this default is multiplied by the cube root of
-    (layers / 8).
+    float32 weights, 0.3 for bfloat16, 0.6 for FP8. docs/weight_sync.md.
     """
     directory: str | None = None
     """Folder of the strategy ``disk``; trainer and engines must see it under the same path. Empty: ``/dev/shm``, for

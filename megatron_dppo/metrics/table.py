@@ -253,9 +253,8 @@ ZERO_VARIANCE_GROUPS = _metric(
 )
 CONCENTRATION = _metric(
     "rollout/concentration",
-    "similarity of the responses to a prompt: |sum v|^2 / sum |v|^2, where v of a response is the sum of e_y - mu over "
-    "its tokens (e_y: one-hot vector of the token); mean over groups. 1: independent responses; the size of the group: "
-    "all equal. Recorded only with TopK(mu)",
+    "similarity of the responses to a prompt: |sum v|^2 / sum |v|^2, v of a response: the sum of e_y - mu over its "
+    "tokens (e_y: one-hot). 1: independent responses; the size of the group: all equal. Recorded only with TopK(mu)",
     normal=NormalRange(
         "concentration of a group's responses",
         "The responses to a prompt have become alike: the policy may be giving up other ways to solve it, and accuracy "
@@ -454,8 +453,7 @@ IDLE_SHARE = _metric(
 )
 TFLOPS = _metric(
     "train/tflops_per_rank",
-    "floating-point operations of the model per second of training on a rank, 1e12. The backward pass counts twice the "
-    "forward pass (once, if only adapters are trained); recomputed activations do not count",
+    "floating-point operations of the model per second of training on a rank, 1e12, without recomputed activations",
     line=Line("tflops", "a rank"),
 )
 MFU = _metric(
@@ -474,8 +472,7 @@ CHECKPOINT_BYTES = _metric(
 )
 CHECKPOINT_WRITTEN = _metric(
     "checkpoint/write_s",
-    "seconds from the first byte of a checkpoint to its publication, summed over the checkpoints of checkpoint/bytes; "
-    "with checkpoint.background training continues meanwhile, and stops only for time/checkpoint_s",
+    "seconds from the first byte of a checkpoint to its publication, summed over the checkpoints of checkpoint/bytes",
 )
 
 REDERIVED = _metric(
