@@ -28,6 +28,7 @@ from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import INTERRUPTED, aligned, configure_logging, fatal
 from megatron_dppo.metrics.records import SAMPLES_FILE
 from megatron_dppo.own_fleet import OwnFleet, own_fleet, own_fleet_faults
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.arguments import finite_number
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.secret_variables import hide_secrets
@@ -231,17 +232,18 @@ class _Checkpoint:
     def results(self) -> dict[str, SetResult]:
         """Start the servers, evaluate every set, and stop the servers."""
         from megatron_dppo.loop.run_parts import generation_job, open_episodes
-        from megatron_dppo.model.families import load_model_shape
 
         model = self.config.model.model_copy(update={"hf_checkpoint": self.checkpoint})
-        config = self.config.model_copy(update={"model": model})
+        # The servers generate, even if the run replays saved batches.
+        rollout = self.config.rollout.model_copy(update={"replay_from": None})
+        config = self.config.model_copy(update={"model": model, "rollout": rollout})
+        spec = RunSpec.of_checked(config)
         episodes = open_episodes(config, self.data)
         with ExitStack() as stack:
             if episodes is not None:
                 stack.callback(episodes.pool.close)
-            fleet = stack.enter_context(own_fleet(config, self.logs))
-            shape = load_model_shape(self.checkpoint)
-            template = generation_job(config, self.data, shape, topk=0, episodes=episodes)
+            fleet = stack.enter_context(own_fleet(config, spec, self.logs))
+            template = generation_job(config, self.data, spec, episodes, topk=0)
             results: dict[str, SetResult] = {}
             for name, problems in self.data.held_out.items():
                 results[name] = self._result(fleet, name, template, problems)

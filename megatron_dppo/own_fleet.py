@@ -10,16 +10,18 @@ import secrets
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.errors import given
 from megatron_dppo.config.machine import passed_variable_faults, this_machine
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
-from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION, ServerSections, free_server_port
+from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION, free_server_port
 from megatron_dppo.engine.process import EngineProcess, Runtime, local_launcher
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
@@ -53,14 +55,14 @@ def own_fleet_faults(config: TrainConfig) -> Iterator[str]:
 
 
 @contextmanager
-def own_fleet(config: TrainConfig, logs: Path) -> Iterator[OwnFleet]:
+def own_fleet(config: TrainConfig, spec: RunSpec, logs: Path) -> Iterator[OwnFleet]:
     """Start the servers of ``config``, with logs in the folder ``logs``, and end them at the end of the block.
 
     Raises GenerationError with ``own_fleet_faults``.
     """
     if faults := list(own_fleet_faults(config)):
         raise GenerationError("; ".join(faults))
-    with _servers(config, logs) as members:
+    with _servers(config, spec, logs) as members:
         fleet = OwnFleet(config, members)
         try:
             yield fleet
@@ -69,21 +71,23 @@ def own_fleet(config: TrainConfig, logs: Path) -> Iterator[OwnFleet]:
 
 
 @contextmanager
-def _servers(config: TrainConfig, logs: Path) -> Iterator[list[Member]]:
+def _servers(config: TrainConfig, spec: RunSpec, logs: Path) -> Iterator[list[Member]]:
     """Start servers on this machine, and kill them at the end."""
     from megatron_dppo.fleet.membership import Member
     from megatron_dppo.fleet.record import Keys, Server
 
-    sections = ServerSections.of(config)
+    servers = spec.servers
     keys = Keys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
     assert keys.admin is not None
     runtime = Runtime(local_launcher(config.engine), config.engine.python or sys.executable)
     processes = []
     try:
-        for device_place in local_placement(0, sections, this_machine()).servers:
+        placement = local_placement(config, replace(spec.roles, ranks=0), this_machine())
+        for device_place in placement.servers:
             process = EngineProcess(
-                sections,
-                port=free_server_port(sections),
+                config,
+                servers,
+                port=free_server_port(servers, config.engine.host),
                 log_path=logs / f"server-{device_place.index}.log",
                 seed=config.run.seed + device_place.index,
                 api_key=keys.api,

@@ -19,12 +19,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.config import ConfigError, TrainConfig, check_config, load_config, resolved_yaml
+from megatron_dppo.config import ConfigError, TrainConfig, load_config, resolved_yaml
 from megatron_dppo.config.layout import missing_weights
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import INTERRUPTED, configure_logging, fatal
 from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER
 from megatron_dppo.own_fleet import OwnFleet, own_fleet, own_fleet_faults
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import folder_fault, write_atomically
 from megatron_dppo.system.secret_variables import hide_secrets
@@ -50,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.checkpoint is not None:
             overrides.append(f"model.hf_checkpoint={options.checkpoint}")
         config = load_config(options.config, overrides)
-        check_config(config, options.config)
+        spec = RunSpec.of(config, options.config)
         out = Path(options.out or config.run.directory)
         faults = [*own_fleet_faults(config), *_faults(config, out)]
         if faults:
             raise ConfigError(faults, options.config)
-        return _generate(config, out)
+        return _generate(config, spec, out)
     except (ConfigError, RunError) as error:
         fatal(str(error))
     except KeyboardInterrupt:
@@ -86,30 +87,23 @@ def _config_text(config: TrainConfig) -> str:
     return resolved_yaml(config.model_copy(update={"run": run}))
 
 
-def _generate(config: TrainConfig, out: Path) -> int:
-    from megatron_dppo.algorithms.algorithm import build_algorithm
-    from megatron_dppo.algorithms.table import carried_topk
+def _generate(config: TrainConfig, spec: RunSpec, out: Path) -> int:
     from megatron_dppo.loop.inputs import RunData
     from megatron_dppo.loop.run_parts import generation_job, open_episodes
     from megatron_dppo.loop.scorer import Scorer
-    from megatron_dppo.model.families import load_model_shape
 
     (out / "logs").mkdir(parents=True, exist_ok=True)
     configure_logging(out, None)
     data = RunData(config)
     data.refuse_or_drop(data.bad_answers())
     write_atomically(out / CONFIG_FILE, _config_text(config))
-    shape = load_model_shape(config.model.hf_checkpoint)
-    settings = config.algorithm
-    algorithm = build_algorithm(settings.name, settings.options, settings.settings)
-    topk = carried_topk(algorithm, config.rollout.topk_log_probs, shape.vocab_size)
     episodes = open_episodes(config, data)
     with ExitStack() as stack:
         if episodes is not None:
             stack.callback(episodes.pool.close)
         scorer = stack.enter_context(Scorer.of(config, data))
-        fleet = stack.enter_context(own_fleet(config, out / "logs"))
-        job = generation_job(config, data, shape, topk, episodes)
+        fleet = stack.enter_context(own_fleet(config, spec, out / "logs"))
+        job = generation_job(config, data, spec, episodes)
         batches = _Batches(config, data, fleet, scorer, job, out)
         for step in batches.remaining():
             print(batches.save(step), flush=True)

@@ -16,13 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_dppo.config import (
-    ConfigError,
-    SupervisedConfig,
-    check_supervised_config,
-    load_as,
-    resolved_yaml,
-)
+from megatron_dppo.config import ConfigError, SupervisedConfig, check_supervised_config, load_as
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.machine import set_allocator, set_precision, this_machine
 from megatron_dppo.launch.arguments import add_config_arguments
@@ -111,9 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 check_code = check_in_child(MODULE, [options.config, *options.overrides])
                 if check_code:
                     return check_code
-            return run_local(
-                config.run, config.parallel, resolved_yaml(config), None, MODULE, this_machine()
-            )
+            return run_local(config, None, MODULE, this_machine())
     except RunError as error:
         fatal(str(error))
     if this_machine().gpus:

@@ -34,7 +34,6 @@ from megatron_dppo.config.machine import (
     set_precision,
     this_machine,
 )
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.launch.library_checks import (
     CHECK,
@@ -49,6 +48,7 @@ from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.launch.stops import exit_by_code
 from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
 from megatron_dppo.rewards.checked_answers import checked_answers_file
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import end_now, name_rank
 from megatron_dppo.system.secret_variables import hide_secrets
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(resolved_yaml(config), end="")
             return 0
         if "RANK" in os.environ:
-            check_config(config, options.config)
+            spec = RunSpec.of(config, options.config)
             _check_world(config.parallel.world_size, options.config)
             _prepare_environment(config.weight_sync.strategy, config.megatron)
     except ConfigError as error:
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from megatron_dppo.loop import run_rank
 
     try:
-        run_rank(config)
+        run_rank(config, spec)
     except FatalError:
         end_now(REFUSED)
     end_now(0)
@@ -237,12 +237,10 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
             check_code = check_in_child(MODULE, arguments)
             if check_code:
                 return check_code
+            spec = RunSpec.of_checked(config)
             if options.hosts is not None:
-                return _run_on_hosts(config, options.hosts)
-            sections = ServerSections.needed_by(config)
-            return run_local(
-                config.run, config.parallel, resolved_yaml(config), sections, MODULE, machine
-            )
+                return _run_on_hosts(config, spec, options.hosts)
+            return run_local(config, spec, MODULE, machine)
     except RunError as error:
         fatal(str(error))
     except OSError as error:
@@ -254,11 +252,11 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
-def _run_on_hosts(config: TrainConfig, path: str) -> int:
+def _run_on_hosts(config: TrainConfig, spec: RunSpec, path: str) -> int:
     from megatron_dppo.config.loading import load_as
     from megatron_dppo.launch.hosts import HostsConfig, run_on_hosts
 
-    return run_on_hosts(config, load_as(HostsConfig, path), MODULE)
+    return run_on_hosts(config, spec, load_as(HostsConfig, path), MODULE)
 
 
 def _parser() -> argparse.ArgumentParser:

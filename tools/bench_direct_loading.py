@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_weight_sync import ADMIN_KEY, Weights, agree_alone, opener, run_config
 
-from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.spec import RunSpec, ServersSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.weight_sync.strategies import STRATEGIES
@@ -48,8 +48,8 @@ COLUMNS = ("server, CPU s", "trainer, CPU s", "wall s")
 class SglangServer(EngineProcess):
     """A server that SGLang's own command starts."""
 
-    def __init__(self, config: ServerSections, **options: Any) -> None:
-        super().__init__(config, **options)
+    def __init__(self, config: TrainConfig, servers: ServersSpec, **options: Any) -> None:
+        super().__init__(config, servers, **options)
         key = ["--admin-api-key", ADMIN_KEY]
         self._command = ["-m", "sglang.launch_server", "--config", str(self.options_path), *key]
 
@@ -86,7 +86,8 @@ class Bench:
         config = run_config(folder, source.dtype_name, {})
         self.rows: list[tuple[float, float, float]] = []
         self.server = kind(
-            ServerSections.of(config),
+            config,
+            RunSpec.of_checked(config).servers,
             port=free_port("127.0.0.1"),
             log_path=log,
             seed=1,

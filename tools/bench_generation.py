@@ -36,10 +36,10 @@ from rich.table import Table
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.client import EngineClient
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.generation import GenerationLimits, generate_many
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 
@@ -201,7 +201,8 @@ def start_server(work: Work, dtype: str, folder: Path) -> EngineProcess:
         }
     )
     server = EngineProcess(
-        ServerSections.of(config),
+        config,
+        RunSpec.of_checked(config).servers,
         port=free_port("127.0.0.1"),
         log_path=folder / "engine.log",
         seed=1,

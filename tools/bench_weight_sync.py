@@ -33,7 +33,6 @@ from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gat
 from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.client import HttpClient
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.families import load_model_shape
@@ -41,6 +40,7 @@ from megatron_dppo.model.gather_plan import Bucket, ParameterKey, hf_buckets_pla
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.quantization import Rounding
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.trainer.trainer import Trainer
@@ -128,7 +128,8 @@ def start_server(config: TrainConfig, log: Path) -> EngineProcess:
     """Start a CPU server and wait until it is healthy."""
     port = free_port("127.0.0.1")
     server = EngineProcess(
-        ServerSections.of(config),
+        config,
+        RunSpec.of_checked(config).servers,
         port=port,
         log_path=log,
         seed=1,

@@ -642,10 +642,17 @@ def carried_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) ->
         algorithm: The algorithm.
         configured: ``rollout.topk_log_probs``; 0 stands for the algorithm's K.
         vocab_size: Tokens of the model's vocabulary.
+    """
+    if algorithm.needs_full_distribution:
+        return vocab_size
+    return configured or algorithm.topk
 
-    Raises:
-        ValueError: ``configured`` differs from the algorithm's K, or the algorithm needs the whole distribution of a
-            vocabulary above ``ENGINE_WHOLE_VOCABULARY``.
+
+def check_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) -> None:
+    """Raise ValueError if the engine cannot return the TopK(mu) that the algorithm needs. Arguments: ``carried_topk``.
+
+    ``configured`` may differ from the algorithm's K, or the algorithm may need the whole distribution of a vocabulary
+    above ``ENGINE_WHOLE_VOCABULARY``.
     """
     if not algorithm.needs_full_distribution:
         if configured and algorithm.topk and configured != algorithm.topk:
@@ -654,7 +661,7 @@ def carried_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) ->
                 f"rollout.topk_log_probs is {configured}; expected 0, or {algorithm.topk}: algorithm.options.topk "
                 "sets how many"
             )
-        return configured or algorithm.topk
+        return
     if vocab_size > ENGINE_WHOLE_VOCABULARY:
         alternative = "pdm-aggregated, pdm-uniform and pdm-tail estimate it from fewer"
         if algorithm.preset.mask == algorithm.preset.divergence:
@@ -672,4 +679,3 @@ def carried_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) ->
             f"{algorithm.name} needs mu of the whole vocabulary, but rollout.topk_log_probs is "
             f"{configured}; expected 0 or {vocab_size}"
         )
-    return vocab_size

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.algorithms.table import carried_topk, find_preset
+from megatron_dppo.algorithms.table import check_topk, find_preset
 from megatron_dppo.config import forwarded, layout, schema, speculation
 from megatron_dppo.config.data_files import data_files, repeated_files
 from megatron_dppo.config.data_schema import (
@@ -844,7 +844,7 @@ def _topk(algorithm: schema.AlgorithmConfig, configured: int, vocab_size: int) -
     # A faulty algorithm is reported elsewhere. It has no K to compare with.
     if not algorithm_faults:
         try:
-            carried_topk(algorithm.facts(), configured, vocab_size)
+            check_topk(algorithm.facts(), configured, vocab_size)
         except ValueError as error:
             yield f"algorithm: {error}"
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_dppo.engine import options
 from megatron_dppo.engine.errors import EngineLostError, EngineStartError, PortHeldError
-from megatron_dppo.engine.options import ServerHosts, ServerSections
+from megatron_dppo.engine.options import ServerHosts
 from megatron_dppo.system import processes
 from megatron_dppo.system.fork_server import ForkingLauncher
 from megatron_dppo.system.gpus import has_visible_gpu
@@ -25,8 +25,9 @@ from megatron_dppo.system.network import PortTakenError, give_back_port, url_hos
 from megatron_dppo.system.scratch import remove_left_behind
 
 if TYPE_CHECKING:
-    from megatron_dppo.config.schema import EngineConfig
+    from megatron_dppo.config.schema import EngineConfig, TrainConfig
     from megatron_dppo.engine.client import Answer, HttpClient
+    from megatron_dppo.spec import ServersSpec
 
 
 ProgressCallback = Callable[[float, str], None]
@@ -54,7 +55,7 @@ _WARM_UP_STAGE = "answering its first requests"
 def local_launcher(engine: EngineConfig) -> processes.Launcher:
     """Return the launcher of servers on this machine. Without a GPU these servers share their imports."""
     # The state of a GPU's driver does not survive a fork.
-    if options.engine_device(engine) == "cpu" and not has_visible_gpu():
+    if engine.device != "cuda" and not has_visible_gpu():
         return ForkingLauncher(MODULE, [LIBRARIES])
     return processes.Launcher()
 
@@ -301,9 +302,10 @@ _STAGES = (
 class EngineProcess(ChildServer):
     """One SGLang server.
 
-    The file with its options is written beside ``log_path``. ``host`` is ``engine.host`` by default. If ``api_key`` is
-    None, generation needs no key. ``first_device`` is the first of the server's GPUs on its host, or on each of its
-    ``hosts``. ``runtime`` starts one process on each host. Each server and each restart needs another ``seed``: two
+    The file with its options is written beside ``log_path``. ``host`` is the address that the server listens on, or the
+    hosts of a server over several hosts; None: ``engine.host``. If ``api_key`` is None, generation needs no key.
+    ``first_device`` is the first of the server's GPUs on each of its hosts. ``runtime`` starts one process on each
+    host. Each server and each restart needs another ``seed``: two
     servers with one seed draw the same samples.
     """
 
@@ -312,19 +314,24 @@ class EngineProcess(ChildServer):
 
     def __init__(
         self,
-        config: ServerSections,
+        config: TrainConfig,
+        servers: ServersSpec,
         *,
         port: int,
         log_path: Path,
         seed: int,
         api_key: str | None,
         admin_api_key: str,
-        host: str | None = None,
+        host: str | ServerHosts | None = None,
         first_device: int = 0,
-        hosts: ServerHosts | None = None,
         runtime: Runtime | None = None,
     ) -> None:
-        listen_host = config.engine.host if host is None else host
+        hosts = host if isinstance(host, ServerHosts) else None
+        listen_host = config.engine.host
+        if isinstance(host, ServerHosts):
+            listen_host = next(iter(host.addresses.values()))
+        elif host is not None:
+            listen_host = host
         self.options_path = log_path.with_suffix(".yaml")
         super().__init__(
             listen_host,
@@ -333,13 +340,13 @@ class EngineProcess(ChildServer):
             config.engine.start_timeout_s,
             runtime,
             command=["-m", MODULE, "--config", str(self.options_path)],
-            environment=options.server_environment(config, hosts),
+            environment=options.server_environment(config.engine, servers, hosts),
             secrets={"api_key": api_key, "admin_api_key": admin_api_key},
             probe=("/model_info", api_key),
         )
         self._config = config
         self._options = options.server_options(
-            config, host=listen_host, port=port, seed=seed, first_device=first_device, hosts=hosts
+            servers, host=listen_host, port=port, seed=seed, first_device=first_device, hosts=hosts
         )
 
     def start(self) -> None:

@@ -11,11 +11,10 @@ import orjson
 from megatron_dppo.config import speculation
 from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
 from megatron_dppo.config.forwarded import EXPERT_KERNEL, SGLANG, SGLANG_OTHER_SHARES
-from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
-from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.model.families import family_of, load_model_shape
+from megatron_dppo.model.families import family_of
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.spec import ModelSpec, ServersSpec
 
 if TYPE_CHECKING:
     from megatron_dppo.engine.client import EngineClient
@@ -45,7 +44,7 @@ SGLANG_VERSION = "0.5.23"
 """The release whose protocol this package uses; the package's requirements pin it."""
 
 
-async def check_engine(config: ServerSections, client: EngineClient) -> None:
+async def check_engine(model: ModelSpec, servers: ServersSpec, client: EngineClient) -> None:
     """Compare the server's release, model, vocabulary, dtype, cache size and switches with the run's configuration.
 
     The check is needed for a server that was started elsewhere (``engine.urls``), and harmless for the run's own
@@ -53,23 +52,18 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
     """
     info = await client.get_json("/server_info")
     model_info = await client.get_json("/model_info")
-    switches = dict.fromkeys(required_switches(config), bool)
+    switches = dict.fromkeys(servers.switches, bool)
     _require(f"{client.url}/server_info", info, _SERVER_INFO | switches)
     _require(f"{client.url}/model_info", model_info, _MODEL_INFO)
-    differences = compare_server(config, info, model_info)
-    size = load_model_shape(config.model.hf_checkpoint).vocab_size
+    differences = compare_server(model, servers, info, model_info)
+    size = model.shape.vocab_size
     # A failed weight update leaves a server paused. A paused server would hold back the request that tests the
     # vocabulary, so its vocabulary is not tested. If it is wrong, the next weight update of this server will fail.
     if not differences and not await client.ready():
         log.info("the engine at %s is paused; its vocabulary is not compared", client.url)
     elif not differences and not await _serves_vocabulary(client, size):
         differences.append(f"vocabulary: the engine has another size, expected {size} tokens")
-    needs_hooks = (
-        config.rollout.router_replay
-        or config.rollout.interrupt == "abort"
-        or speculation.algorithm_of(config.sglang) == speculation.NGRAM
-    )
-    if needs_hooks and not differences and not await client.offers_recordings():
+    if servers.needs_hooks and not differences and not await client.offers_recordings():
         differences.append(
             "recorded routing: not offered beside the JSON answer, tokens of aborted responses may be lost, and drafts "
             "of n-grams may repeat a token, expected a server that was started by megatron_dppo.engine.launch_server"
@@ -80,36 +74,27 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
         )
 
 
-def required_switches(config: ServerSections) -> list[str]:
-    """Return the names of SGLang's switches that this run requires to be on."""
-    switches = {
-        "enable_return_routed_experts": config.rollout.router_replay,
-        "enable_fp32_lm_head": config.head.dtype == "float32",
-        "enable_deterministic_inference": config.engine.deterministic,
-    }
-    return [name for name, is_required in switches.items() if is_required]
-
-
 def compare_server(
-    config: ServerSections, info: dict[str, Any], model_info: dict[str, Any]
+    model: ModelSpec, servers: ServersSpec, info: dict[str, Any], model_info: dict[str, Any]
 ) -> list[str]:
     """Return one line for each value of ``/server_info`` and ``/model_info`` that differs from the run's value."""
-    family = family_of(load_model_shape(config.model.hf_checkpoint))
+    family = model.family
     actual_and_expected: dict[str, tuple[Any, Any]] = {
         "sglang version": (info["version"], SGLANG_VERSION),
         "model type": (model_info["model_type"], family.model_type),
         "architectures": (model_info["architectures"], [family.architecture]),
-        "dtype (--dtype)": (info["dtype"], config.model.dtype),
-        "quantization": (info["quantization"], config.engine.quantization),
+        "dtype (--dtype)": (info["dtype"], model.dtype),
+        "quantization": (info["quantization"], model.quantization),
         "--speculative-algorithm": (
             speculation.algorithm_of(info),
-            speculation.algorithm_of(config.sglang),
+            speculation.algorithm_of(servers.options),
         ),
     }
-    if updates_adapters(config.lora):
+    if model.sends_adapters:
+        assert model.adapters is not None
         actual_and_expected["--enable-lora"] = (info.get("enable_lora"), True)
-        actual_and_expected["--max-lora-rank"] = (info.get("max_lora_rank"), config.lora.rank)
-    for switch in required_switches(config):
+        actual_and_expected["--max-lora-rank"] = (info.get("max_lora_rank"), model.adapters.rank)
+    for switch in servers.switches:
         actual_and_expected[f"--{switch.replace('_', '-')}"] = (info[switch], True)
     if family.outer_engine_keys.get("language_model_only"):
         # SGLang's option --language-model-only refuses these models.
@@ -122,22 +107,22 @@ def compare_server(
     for name, reason in speculation.UNUSABLE.items():
         if not SGLANG.leaves_off(name, info.get(name)):
             differences.append(f"{name}: {info[name]!r}, expected it off: {reason}")
-    needed_tokens = config.sequence_tokens + SPARE_POSITIONS * info.get("page_size", 1)
+    needed_tokens = servers.sequence_tokens + SPARE_POSITIONS * info.get("page_size", 1)
     if info["max_total_num_tokens"] < needed_tokens:
         differences.append(
             f"--max-total-tokens: the cache holds {info['max_total_num_tokens']} tokens, "
-            f"a full sequence of {config.sequence_tokens} needs {needed_tokens}"
+            f"a full sequence of {servers.sequence_tokens} needs {needed_tokens}"
         )
     # SGLang does not report its context length. It reports the length of the longest prompt plus one. This value
     # follows from the context length, or from the cache size if the cache is smaller. So the value says nothing about
     # the context length of a server whose cache is too small.
     longest_prompt = info.get("max_req_input_len", needed_tokens) - 1
     context_positions = longest_prompt + PROMPT_SPARE_POSITIONS
-    needed_positions = config.sequence_tokens + SPARE_POSITIONS
+    needed_positions = servers.sequence_tokens + SPARE_POSITIONS
     has_enough_cache = needed_tokens <= info["max_total_num_tokens"]
     if has_enough_cache and context_positions < needed_positions:
         differences.append(
-            f"--context-length: it has {context_positions} positions, a full sequence of {config.sequence_tokens} "
+            f"--context-length: it has {context_positions} positions, a full sequence of {servers.sequence_tokens} "
             f"needs {needed_positions}"
         )
     return differences

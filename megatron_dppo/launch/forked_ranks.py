@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.options import ServerSections, server_environment
+from megatron_dppo.engine.options import server_environment
 from megatron_dppo.engine.process import LIBRARIES as SERVER_LIBRARIES
 from megatron_dppo.launch.local import (
     LOOPBACK,
@@ -21,6 +21,7 @@ from megatron_dppo.launch.local import (
 )
 from megatron_dppo.launch.supervisor import keep_previous
 from megatron_dppo.logging import TERMINAL_VARIABLE
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.fork_server import (
     ForkedProcess,
     ForkRequest,
@@ -141,15 +142,16 @@ def shares_imports(ranks: int, gpus: int) -> bool:
     return ranks > 1 and gpus == 0
 
 
-def share_imports(servers: SharedForkServers, config: TrainConfig, output: int) -> None:
-    """Add to ``servers`` the fork servers that a run of ``config`` needs on a machine without GPUs.
+def share_imports(fork_servers: SharedForkServers, config: TrainConfig, output: int) -> None:
+    """Add to ``fork_servers`` the fork servers that a run of ``config`` needs on a machine without GPUs.
 
     The fork servers have this process's environment variables, and write to the descriptor ``output``.
     """
-    sections = ServerSections.needed_by(config)
-    ranks = config.parallel.world_size
+    spec = RunSpec.of_checked(config)
+    ranks = spec.roles.ranks
     if shares_imports(ranks, gpus=0):
-        variables = ranks_environment(ranks, cores_of_ranks(sections))
-        servers.add(libraries_of(TRAIN), variables, output)
-    if sections is not None and config.engine.servers_to_start > 0:
-        servers.add([SERVER_LIBRARIES], server_environment(sections), output)
+        variables = ranks_environment(ranks, cores_of_ranks(spec.roles))
+        fork_servers.add(libraries_of(TRAIN), variables, output)
+    if spec.servers.started:
+        variables = server_environment(config.engine, spec.servers)
+        fork_servers.add([SERVER_LIBRARIES], variables, output)

@@ -23,20 +23,19 @@ from queue import SimpleQueue
 from pydantic import Field
 
 from megatron_dppo.config.data_schema import Section
-from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime
 from megatron_dppo.launch.forked_ranks import shares_imports
 from megatron_dppo.launch.local import rank_command, rank_restarts
 from megatron_dppo.launch.node_ranks import NODE_VARIABLE
-from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, Roles, place
+from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, place
 from megatron_dppo.launch.remote_process import MODULE, STOP, RemoteCommand, header
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
 from megatron_dppo.launch.srun import node_command
 from megatron_dppo.launch.supervisor import RankFailure, Supervisor, first_failure, keep_previous
 from megatron_dppo.logging import configure_logging
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system import processes
 from megatron_dppo.system.lease import NONCE_VARIABLE, START_VARIABLE
 from megatron_dppo.system.network import is_loopback, is_of_one_host, mutual_addresses
@@ -330,21 +329,20 @@ class RemoteRanks:
         return first_failure(outputs, code, self._node_output(node))
 
 
-def run_on_hosts(config: TrainConfig, hosts: HostsConfig, module: str) -> int:
+def run_on_hosts(config: TrainConfig, spec: RunSpec, hosts: HostsConfig, module: str) -> int:
     """Run ``config`` on ``hosts`` and return the exit code. The first host is this machine.
 
     Raises LaunchError if the roles do not fit, a name has no address, or the run's folder is taken.
     """
-    sections = ServerSections.needed_by(config)
-    placement = place(Roles.of(config.parallel.world_size, sections), hosts.allocation())
+    placement = place(spec.roles, hosts.allocation())
     python = hosts.python or sys.executable
     shell = RemoteShell(hosts.shell, python, hosts.environment)
     with RunDirectory(config.run.directory) as directory:
         configure_logging(directory.path, None)
         print(placement.table(), flush=True)
         fleet = None
-        if sections is not None:
-            server_python = sections.engine.python or python
+        if not spec.rollout.replays:
+            server_python = config.engine.python or python
 
             def runtime_at(places: Sequence[Host]) -> Runtime:
                 if len(places) > 1:
@@ -354,15 +352,10 @@ def run_on_hosts(config: TrainConfig, hosts: HostsConfig, module: str) -> int:
                     )
                 return Runtime(RemoteLauncher(shell, places[0]), server_python)
 
-            fleet = supervised_fleet(
-                sections,
-                directory,
-                placement,
-                ServerStarts(runtime_at, placement.master_address),
-                seed=config.run.seed,
-                interface=config.parallel.interface,
-            )
-        directory.write_config(resolved_yaml(config))
+            starts = ServerStarts(runtime_at, placement.master_address)
+            fleet = supervised_fleet(config, spec.servers, directory, placement, starts)
+        directory.write_config(config)
+        directory.write_spec(spec)
         lease = directory.lease
         variables = {NONCE_VARIABLE: lease.fence.nonce}
         if fleet is not None:
@@ -376,5 +369,5 @@ def run_on_hosts(config: TrainConfig, hosts: HostsConfig, module: str) -> int:
             variables,
             forks=shares_imports(placement.ranks_per_host, gpus_per_host),
         )
-        restarts = rank_restarts(config.run, directory, sections)
+        restarts = rank_restarts(config.run, directory, spec.roles)
         return Supervisor(ranks, fleet, lambda: lease.loss, restarts=restarts).run().code

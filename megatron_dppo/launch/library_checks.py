@@ -33,7 +33,6 @@ from megatron_dppo.config.layout import missing_weights
 from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.option_values import option_value_faults
 from megatron_dppo.config.schema import AlgorithmConfig, LoraConfig, PolicyConfig
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.environments import check_environment, find_environment
 from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.metrics.table import add_metrics
@@ -41,6 +40,7 @@ from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
 from megatron_dppo.model.hf_config import check_transformers_config
+from megatron_dppo.spec import Roles
 from megatron_dppo.system.fork_server import run_forked
 from megatron_dppo.system.gpus import has_megatrons_deep_ep, has_visible_gpu
 from megatron_dppo.system.secret_variables import split_environment
@@ -77,7 +77,6 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
     Returns the layout in a line. ``weights``: as in ``check_config``. Raises ConfigError, with the name ``source`` and
     all faults: the faults of ``check_config``, unknown names of rewards, and options that a library does not accept.
     """
-    sections = ServerSections.of(config)
     checks_by_key: dict[str, Callable[[], object]] = {
         "reward.name": partial(_check_reward, config.reward),
         **{
@@ -91,7 +90,6 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
         "tracking.metrics": partial(add_metrics, config.tracking.metrics),
         "checkpoint.upload": partial(_check_upload, config.checkpoint.upload),
     }
-    starts_servers = config.engine.servers_to_start > 0 and config.rollout.replay_from is None
     return _check_all(
         partial(check_config, config, source, weights=weights),
         source,
@@ -100,7 +98,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
         library_faults(config.megatron, config.megatron_ddp, config.megatron_optimizer),
         kernel_faults(config.megatron),
         optimizer_faults(config.megatron_optimizer),
-        server_faults(sections, starts_servers=starts_servers),
+        server_faults(config),
     )
 
 
@@ -288,23 +286,23 @@ def optimizer_faults(optimizer: Mapping[str, Any]) -> Iterator[str]:
     yield from adam_faults(optimizer, has_fused_adam=platform.has_transformer_engine())
 
 
-def server_faults(sections: ServerSections, *, starts_servers: bool) -> Iterator[str]:
+def server_faults(config: TrainConfig) -> Iterator[str]:
     """Yield the faults of the ``sglang:`` table, found by the interpreter that will run the servers.
 
     A missing SGLang is a fault only if servers start on this machine.
     """
-    if not SGLANG.free(sections.sglang):
+    if not SGLANG.free(config.sglang):
         return
     from megatron_dppo.engine.server_arguments import table_faults, table_faults_elsewhere
 
-    python = sections.engine.python
+    python = config.engine.python
     try:
         if python is None:
-            yield from table_faults(sections.sglang)
+            yield from table_faults(config.sglang)
         else:
-            yield from table_faults_elsewhere(sections.sglang, python)
+            yield from table_faults_elsewhere(config.sglang, python)
     except LibraryMissingError as error:
-        if starts_servers:
+        if Roles.of(config).servers:
             yield f"{SGLANG.name}: can't be checked: {error}"
 
 

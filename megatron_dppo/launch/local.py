@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 
 from megatron_dppo.config.machine import Machine
-from megatron_dppo.config.schema import ParallelConfig, RunConfig
-from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.config.schema import PolicyConfig, RunConfig, TrainConfig
 from megatron_dppo.engine.process import Runtime, local_launcher
-from megatron_dppo.fleet.supervision import RestartBudget
-from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, Roles, place
+from megatron_dppo.fleet.supervision import RestartBudget, SupervisedFleet
+from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, place
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
 from megatron_dppo.launch.supervisor import (
@@ -31,6 +30,7 @@ from megatron_dppo.launch.supervisor import (
 )
 from megatron_dppo.logging import TERMINAL_VARIABLE, configure_logging, failure_mark
 from megatron_dppo.metrics.records import RECORDS_FILE
+from megatron_dppo.spec import Roles, RunSpec, ServersSpec
 from megatron_dppo.system import interfaces, network
 from megatron_dppo.system.lease import NONCE_VARIABLE, START_VARIABLE
 from megatron_dppo.system.processes import feed, kill_families, start_process
@@ -47,67 +47,47 @@ _CERTAIN_CAUSES = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 """Exit codes of a rank that was itself at fault. The failure of another rank never causes these codes."""
 
 
-def run_local(
-    run: RunConfig,
-    parallel: ParallelConfig,
-    resolved: str,
-    sections: ServerSections | None,
-    module: str,
-    machine: Machine,
-) -> int:
+def run_local(config: PolicyConfig, spec: RunSpec | None, module: str, machine: Machine) -> int:
     """Run the servers, their router and the ranks on this machine; return the run's exit code.
 
     Each of ``parallel.world_size`` ranks runs ``python -m <module> <run.directory>/config.yaml``.
 
     Args:
-        run: the section ``run``.
-        parallel: the section ``parallel``.
-        resolved: text of the whole configuration. The function writes it to ``config.yaml``.
-        sections: sections that servers depend on; None if the run generates nothing.
+        config: the configuration. The function writes it to ``config.yaml``.
+        spec: the facts of a run of reinforcement learning; None for a supervised run.
         module: module that a rank runs.
         machine: resources of this machine.
 
     Raises:
         LaunchError: the run's folder or a configured port is taken, or the machine has too few GPUs.
     """
-    ranks = parallel.world_size
-    placement = local_placement(ranks, sections, machine)
-    python = sys.executable
-    if sections is not None:
-        python = sections.engine.python or python
-        if shutil.which(python) is None:
-            raise LaunchError(f"engine.python: got {python!r}, expected a Python interpreter")
-    with RunDirectory(run.directory) as directory:
+    roles = Roles.of(config)
+    ranks = roles.ranks
+    placement = local_placement(config, roles, machine)
+    with RunDirectory(config.run.directory) as directory:
         configure_logging(directory.path, None)
-        servers = 0 if sections is None else sections.engine.servers_to_start
         log.info(
             "starting %s; their logs are in %s",
-            describe_processes(servers, ranks),
+            describe_processes(roles.servers, ranks),
             directory.path / "logs",
         )
-        host = _master_host(parallel.interface)
+        host = _master_host(config.parallel.interface)
         port = _pinned_master_port(host)
         for server in placement.servers:
             if server.port is not None:
                 _require_free("engine.port", server.host.address, server.port)
         fleet = None
-        if sections is not None:
-            runtime = Runtime(local_launcher(sections.engine), python)
-            fleet = supervised_fleet(
-                sections,
-                directory,
-                placement,
-                ServerStarts(lambda hosts: runtime, placement.master_address),
-                seed=run.seed,
-                interface=parallel.interface,
-            )
-        directory.write_config(resolved)
+        if isinstance(config, TrainConfig) and spec is not None and not spec.rollout.replays:
+            fleet = _fleet(config, spec.servers, directory, placement)
+        directory.write_config(config)
+        if spec is not None:
+            directory.write_spec(spec)
         lease = directory.lease
         variables = {NONCE_VARIABLE: lease.fence.nonce}
         if fleet is not None:
             variables |= fleet.rank_variables
         outputs = [directory.rank_output(rank) for rank in range(ranks)]
-        cores = cores_of_ranks(sections)
+        cores = cores_of_ranks(roles)
         # Import here: ``forked_ranks`` imports this module.
         from megatron_dppo.launch.forked_ranks import ForkedRankGroup, shares_imports
 
@@ -119,24 +99,30 @@ def run_local(
         else:
             command = rank_command(module, directory)
             group = RankGroup(command, outputs, port, variables, master_host=host, cores=cores)
-        restarts = rank_restarts(run, directory, sections)
+        restarts = rank_restarts(config.run, directory, roles)
         return Supervisor(group, fleet, lambda: lease.loss, restarts=restarts).run().code
 
 
-def rank_restarts(
-    run: RunConfig, directory: RunDirectory, sections: ServerSections | None
-) -> RankRestarts:
-    """Return the object that restarts the ranks of the run in ``directory``, under the run's lease.
+def _fleet(
+    config: TrainConfig, servers: ServersSpec, directory: RunDirectory, placement: Placement
+) -> SupervisedFleet:
+    """Return the servers and the router of this machine, not started."""
+    python = config.engine.python or sys.executable
+    if shutil.which(python) is None:
+        raise LaunchError(f"engine.python: got {python!r}, expected a Python interpreter")
+    runtime = Runtime(local_launcher(config.engine), python)
+    starts = ServerStarts(lambda hosts: runtime, placement.master_address)
+    return supervised_fleet(config, servers, directory, placement, starts)
 
-    ``sections``: sections that servers depend on; None if the run generates nothing.
-    """
-    # A colocated trainer allows servers to start once it has left the devices.
-    servers_may_start = sections is None or sections.engine.placement == "separate"
+
+def rank_restarts(run: RunConfig, directory: RunDirectory, roles: Roles) -> RankRestarts:
+    """Return the object that restarts the ranks of the run in ``directory``, under the run's lease."""
 
     def begin(number: int) -> None:
         directory.lease.fence_other_starts(number)
         directory.fleet.begin_ranks(number)
-        directory.fleet.allow_starts(servers_may_start)
+        # A colocated trainer allows servers to start once it has left the devices.
+        directory.fleet.allow_starts(not roles.colocated)
         remove_left_behind()
 
     budget = RestartBudget(
@@ -151,31 +137,17 @@ def _size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def local_placement(ranks: int, sections: ServerSections | None, machine: Machine) -> Placement:
+def local_placement(config: PolicyConfig, roles: Roles, machine: Machine) -> Placement:
     """Assign this machine's GPUs to ranks and servers. Raises PlacementError if there are too few GPUs."""
     address = LOOPBACK
     # None: without GPUs, any number of processes share the cores.
     devices = machine.gpus or None
-    if sections is not None:
-        address = sections.engine.host
-        if sections.engine.device == "cpu":
+    if isinstance(config, TrainConfig) and config.rollout.replay_from is None:
+        address = config.engine.host
+        if config.engine.device == "cpu":
             devices = None
     host = Host("this machine", address, devices)
-    return place(Roles.of(ranks, sections), Allocation((host,)))
-
-
-def servers_beside(sections: ServerSections | None) -> int:
-    """Count the servers that generate on this machine while the ranks train. The ranks leave a core to each of them.
-
-    The threads of a rank's parallel loop spin until the last thread has finished. With one core too few, one thread
-    waits for a core in every loop, and all other threads wait for this thread.
-    """
-    if sections is None or sections.engine.placement == "colocated":
-        return 0
-    if sections.rollout.max_staleness == 0:
-        # Servers generate only between training steps.
-        return 0
-    return sections.engine.servers_to_start
+    return place(roles, Allocation((host,)))
 
 
 def describe_processes(servers: int, ranks: int) -> str:
@@ -194,9 +166,13 @@ def rank_command(
     return [python, "-m", module, str(directory.config)]
 
 
-def cores_of_ranks(sections: ServerSections | None) -> int:
-    """Return the number of cores that the ranks of this machine share."""
-    return len(os.sched_getaffinity(0)) - servers_beside(sections)
+def cores_of_ranks(roles: Roles) -> int:
+    """Return the number of cores that the ranks of this machine share. They leave a core to each generating server.
+
+    The threads of a rank's parallel loop spin until the last thread has finished. With one core too few, one thread
+    waits for a core in every loop, and all other threads wait for this thread.
+    """
+    return len(os.sched_getaffinity(0)) - roles.generating
 
 
 def ranks_environment(ranks: int, cores: int) -> dict[str, str]:

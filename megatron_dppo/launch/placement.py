@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.logging import aligned
-from megatron_dppo.model.engine_layout import server_ranks
+from megatron_dppo.spec import Roles
 from megatron_dppo.system.errors import RunError
 
 
@@ -198,72 +197,28 @@ class PlacementError(LaunchError):
     """The roles do not fit on the hosts. The message says which roles, and what would fit."""
 
 
-@dataclass(frozen=True)
-class Roles:
-    """The processes of a run: ranks, one device each, and SGLang servers to start.
+def hosts_needed(roles: Roles, devices: int) -> int:
+    """Return how many hosts with ``devices`` devices the roles fill.
 
-    Attributes:
-        ranks, servers: number of ranks and of servers.
-        server_devices: number of devices of each server.
-        first_device: first device of the first server, counted over all hosts; None: the device after the ranks.
-        port: port of the first server; None if the configuration has no port.
-        router: whether the run has an HTTP router.
+    Raises PlacementError if the roles can't be divided among hosts of this size.
     """
+    _require_fit(roles, devices)
+    hosts_of_ranks = ceil(roles.ranks / devices)
+    # Count the hosts with devices before the servers' first device. The last of these hosts may have free devices.
+    earlier_hosts = ceil(roles.first_server_device / devices)
+    if roles.server_devices > devices:
+        server_hosts = roles.servers * (roles.server_devices // devices)
+    else:
+        free_devices = earlier_hosts * devices - roles.first_server_device
+        servers_on_earlier_hosts = free_devices // roles.server_devices
+        remaining_servers = max(0, roles.servers - servers_on_earlier_hosts)
+        server_hosts = ceil(remaining_servers / (devices // roles.server_devices))
+    return max(hosts_of_ranks, earlier_hosts + server_hosts)
 
-    ranks: int
-    servers: int = 0
-    server_devices: int = 1
-    first_device: int | None = None
-    port: int | None = None
-    router: bool = False
 
-    @classmethod
-    def of(cls, ranks: int, sections: ServerSections | None) -> Roles:
-        if sections is None:
-            return cls(ranks)
-        engine, table = sections.engine, sections.sglang
-        first_device = table.get("base_gpu_id")
-        if engine.placement == "colocated":
-            first_device = 0
-        return cls(
-            ranks,
-            engine.servers_to_start,
-            server_devices=server_ranks(table),
-            first_device=first_device,
-            port=engine.port,
-            router=engine.uses_router,
-        )
-
-    def hosts_needed(self, devices: int) -> int:
-        """Return how many hosts with ``devices`` devices these roles fill.
-
-        Raises PlacementError if the roles can't be divided among hosts of this size.
-        """
-        _require_fit(self, devices)
-        hosts_of_ranks = ceil(self.ranks / devices)
-        # Count the hosts with devices before the servers' first device. The last of these hosts may have free devices.
-        earlier_hosts = ceil(self.first_server_device / devices)
-        if self.server_devices > devices:
-            server_hosts = self.servers * (self.server_devices // devices)
-        else:
-            free_devices = earlier_hosts * devices - self.first_server_device
-            servers_on_earlier_hosts = free_devices // self.server_devices
-            remaining_servers = max(0, self.servers - servers_on_earlier_hosts)
-            server_hosts = ceil(remaining_servers / (devices // self.server_devices))
-        return max(hosts_of_ranks, earlier_hosts + server_hosts)
-
-    @property
-    def first_server_device(self) -> int:
-        """First device of the first server, counted over all hosts."""
-        if self.first_device is None:
-            return self.ranks
-        return self.first_device
-
-    def ports_of_server(self, devices: int) -> int:
-        """Return the number of ports of one server on hosts with ``devices`` devices."""
-        if self.server_devices > devices:
-            return _SPANNING_PORTS
-        return 1
+def _ports_of_server(roles: Roles, devices: int) -> int:
+    """Return the number of ports of one server on hosts with ``devices`` devices."""
+    return _SPANNING_PORTS if roles.server_devices > devices else 1
 
 
 def place(roles: Roles, allocation: Allocation) -> Placement:
@@ -278,7 +233,7 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
     if devices is None:
         devices = _devices_for_all(roles)
     roles = _with_servers_on_second_group(roles, allocation, devices)
-    needed_hosts = roles.hosts_needed(devices)
+    needed_hosts = hosts_needed(roles, devices)
     if needed_hosts > len(hosts):
         raise PlacementError(_too_few(roles, hosts, devices, needed_hosts))
     ranks = tuple(
@@ -339,7 +294,7 @@ def _servers(
             device += devices - device % devices
         port = None
         if first_port is not None:
-            port = first_port + index * roles.ports_of_server(devices)
+            port = first_port + index * _ports_of_server(roles, devices)
         first_host = device // devices
         server_hosts = hosts[first_host : first_host + hosts_per_server]
         servers.append(
@@ -351,7 +306,7 @@ def _servers(
 
 def _ports_of_run(roles: Roles, devices: int) -> int:
     """Return the number of ports of a run; a restarted process has its first port plus a multiple of this number."""
-    return _FIXED_PORTS + roles.servers * roles.ports_of_server(devices)
+    return _FIXED_PORTS + roles.servers * _ports_of_server(roles, devices)
 
 
 def _devices_for_all(roles: Roles) -> int:
@@ -387,7 +342,7 @@ def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed_hosts: 
     present_hosts = f"{len(hosts)} hosts" if len(hosts) > 1 else "one host"
     ways = [f"{needed_hosts} hosts of {devices}"]
     for count in range(roles.servers - 1, 0, -1):
-        if replace(roles, servers=count).hosts_needed(devices) <= len(hosts):
+        if hosts_needed(replace(roles, servers=count), devices) <= len(hosts):
             ways.append(f"engine.servers={count}")
             break
     if roles.servers and roles.first_device is None and roles.ranks <= devices * len(hosts):

@@ -2,6 +2,7 @@
 
     <run.directory>/
       config.yaml            the resolved configuration; the ranks read it
+      spec.json              the facts that follow from it (``megatron_dppo/spec``), for people and other programs
       lease.json, lease/     held by the supervisor; see megatron_dppo/system/lease.py
       engine/...             the servers; see megatron_dppo/fleet/record.py
       starts                 the number of starts of the run, for the engine's seed
@@ -20,11 +21,12 @@ import os
 from pathlib import Path
 
 from megatron_dppo.config.loading import resolved_yaml
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.logging import say
 from megatron_dppo.metrics import records
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.files import remove_unfinished, with_hash, write_atomically
 from megatron_dppo.system.lease import Lease, LeaseError
 from megatron_dppo.system.private_files import make_private_folder
@@ -98,9 +100,13 @@ class RunDirectory:
         write_atomically(path, f"{earlier_starts + 1}\n")
         return earlier_starts
 
-    def write_config(self, text: str) -> None:
+    def write_config(self, config: PolicyConfig) -> None:
         """Write the resolved configuration below its hash. Readers check the hash."""
-        write_atomically(self.config, with_hash(text))
+        write_atomically(self.config, with_hash(resolved_yaml(config)))
+
+    def write_spec(self, spec: RunSpec) -> None:
+        """Write the facts that follow from the configuration."""
+        write_atomically(self.path / records.SPEC_FILE, spec.text())
 
 
 def is_finished(config: TrainConfig, directory: Path | None = None) -> bool:

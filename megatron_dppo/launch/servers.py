@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_dppo.engine.options import ServerHosts, ServerSections, free_server_port
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.options import ServerHosts, free_server_port
 from megatron_dppo.engine.process import ChildServer, EngineProcess, Runtime
 from megatron_dppo.fleet.endpoint import admin_key, control_host
 from megatron_dppo.fleet.http_router import OPEN_PATHS, HttpRouterProcess
@@ -17,6 +18,7 @@ from megatron_dppo.fleet.supervision import RestartBudget, SupervisedFleet, Supe
 from megatron_dppo.launch.placement import Host, LaunchError, Placement, RouterPlace, ServerPlace
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.logging import say
+from megatron_dppo.spec import ServersSpec
 from megatron_dppo.system.interfaces import InterfaceError
 from megatron_dppo.system.network import is_loopback
 
@@ -50,7 +52,8 @@ class ServerStarts:
 class _ServerMaker:
     """Makes the processes of servers and of the router, without starting them."""
 
-    sections: ServerSections
+    config: TrainConfig
+    servers: ServersSpec
     directory: RunDirectory
     keys: Keys
     seed: int
@@ -61,20 +64,20 @@ class _ServerMaker:
         hosts = server.hosts
         if incarnation > 1:
             hosts = tuple(self.starts.host_now(host) for host in hosts)
-        server_hosts = None
+        host: str | ServerHosts = hosts[0].address
         if server.meeting_port is not None:
             port = self._port(server.meeting_port, server.port_step, incarnation)
-            server_hosts = ServerHosts({host.name: host.address for host in hosts}, port)
+            host = ServerHosts({host.name: host.address for host in hosts}, port)
         return EngineProcess(
-            self.sections,
+            self.config,
+            self.servers,
             port=self._port(server.port, server.port_step, incarnation),
             log_path=self.directory.server_log(server.name, incarnation),
             seed=self.seed + server.index * _SEEDS_PER_SERVER + incarnation - 1,
             api_key=self.keys.api,
             admin_api_key=self.keys.admin,
-            host=hosts[0].address,
+            host=host,
             first_device=server.first_device,
-            hosts=server_hosts,
             runtime=self.starts.runtime_at(hosts),
         )
 
@@ -86,7 +89,7 @@ class _ServerMaker:
                 f"the router at {router.host.address} answers without a key: {', '.join(OPEN_PATHS)}"
             )
         return HttpRouterProcess(
-            self.sections.engine,
+            self.config.engine,
             port=self._port(router.port, router.port_step, incarnation),
             metrics_port=self._port(router.metrics_port, router.port_step, incarnation),
             log_path=self.directory.server_log(ROUTER, incarnation),
@@ -98,38 +101,36 @@ class _ServerMaker:
 
     def _port(self, first_port: int | None, step: int, incarnation: int) -> int:
         if first_port is None:
-            return free_server_port(self.sections)
+            return free_server_port(self.servers, self.config.engine.host)
         return first_port + step * (incarnation - 1)
 
 
 def supervised_fleet(
-    sections: ServerSections,
+    config: TrainConfig,
+    spec: ServersSpec,
     directory: RunDirectory,
     placement: Placement,
     starts: ServerStarts,
-    *,
-    seed: int,
-    interface: str | None,
 ) -> SupervisedFleet:
     """Return the run's servers and HTTP router, not started.
 
     The function makes the keys that the environment does not have. This process offers the server registry to the
-    ranks, on ``interface``.
+    ranks, on ``parallel.interface``.
     """
-    engine = sections.engine
+    engine = config.engine
     # The router forwards its client's key, so the servers of a fleet share one key.
     api_key = os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)
     keys = Keys(api_key, admin_key())
     # A resumed run, or a restarted server, must not sample with the same seeds again.
-    seed += _SEEDS_PER_START * directory.count_start()
-    maker = _ServerMaker(sections, directory, keys, seed, starts)
+    seed = config.run.seed + _SEEDS_PER_START * directory.count_start()
+    maker = _ServerMaker(config, spec, directory, keys, seed, starts)
 
     # A colocated trainer allows servers to start once it has left the devices.
     directory.fleet.allow_starts(engine.placement == "separate")
     new_budget = partial(RestartBudget, engine.max_restarts, engine.restart_window_s)
     servers: list[SupervisedServer] = []
     for server in placement.servers:
-        title = "the engine" if engine.servers_to_start == 1 else server.name
+        title = "the engine" if spec.started == 1 else server.name
         servers.append(
             SupervisedServer(
                 server.name,
@@ -150,7 +151,7 @@ def supervised_fleet(
             title="the router",
         )
     try:
-        host = control_host(interface, starts.address)
+        host = control_host(config.parallel.interface, starts.address)
         return SupervisedFleet(servers, router, directory.fleet, keys, host)
     except (InterfaceError, OSError) as error:
         raise LaunchError(f"parallel.interface: the supervisor can't listen: {error}") from error

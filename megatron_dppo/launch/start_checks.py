@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from megatron_dppo.config import TrainConfig
 from megatron_dppo.config.checks import services_of
 from megatron_dppo.config.machine import Machine, allocator_faults, machine_faults
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.placement import PlacementError
+from megatron_dppo.spec import Roles
 from megatron_dppo.system import plugins
 
 
@@ -70,9 +70,8 @@ def check_start(config: TrainConfig, machine: Machine) -> StartCheck:
         from megatron_dppo.environments.over_http import absent_services
 
         faults += absent_services(config)
-    sections = ServerSections.needed_by(config)
     try:
-        local_placement(config.parallel.world_size, sections, machine)
+        local_placement(config, Roles.of(config), machine)
     except PlacementError as error:
         faults.append(str(error))
     return StartCheck(faults, "\n".join(summaries))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from megatron_dppo.config.lora import updates_adapters
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.answer_parsing import AnswerParser
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.endpoint import (
@@ -30,36 +29,37 @@ class EngineConnections:
     """This rank's connections to the servers and to the server registry, and its open generations. ``close`` ends them.
 
     Args:
-        sections: configuration sections that the servers depend on.
+        config: configuration of the run.
         record: client of the server registry.
         endpoint: HTTP endpoint of the registry, if this rank runs it; closed with the connections.
         stop: returns whether a clean stop was requested, so that generations end.
+        sends_adapters: whether weight updates send only adapters, which requests then name.
         registers: whether this rank registers the servers with the router.
     """
 
     def __init__(
         self,
-        sections: ServerSections,
+        config: TrainConfig,
         record: RecordClient,
         endpoint: FleetEndpoint | None,
         stop: Callable[[], bool],
         *,
+        sends_adapters: bool,
         registers: bool,
     ) -> None:
         self.record = record
         self._endpoint = endpoint
         self._stop = stop
         self._generations: list[Generation] = []
-        self._limits = GenerationLimits.of(sections.rollout, sections.engine, sections.environment)
-        self._aborts_calls = sections.rollout.interrupt == "abort"
+        self._limits = GenerationLimits.of(config.rollout, config.engine, config.environment)
+        self._aborts_calls = config.rollout.interrupt == "abort"
         self.slots = Slots(self._limits.calls, self._limits.episodes)
         router = None
-        if sections.engine.uses_router:
+        if config.engine.uses_router:
             router = HttpRouterLink(record.reachable_router, registers=registers)
         self.parser = AnswerParser()
         self.runner = AsyncRunner()
-        adapters = updates_adapters(sections.lora)
-        self.client = FleetClient(record.report_lost, router, self.parser, adapters=adapters)
+        self.client = FleetClient(record.report_lost, router, self.parser, adapters=sends_adapters)
 
     def start(self, generation: Generation) -> None:
         """Send the requests of a generation."""

@@ -15,12 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine import held_tensors
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import last_exception_of
 from megatron_dppo.engine.server_state import MemoryTag
 from megatron_dppo.engine.weights import EngineWeights
@@ -35,6 +33,7 @@ from megatron_dppo.loop.failure_limits import FailureLimits
 from megatron_dppo.loop.server_access import ServerAccess, released_tags
 from megatron_dppo.loop.shared_devices import SharedDevices
 from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
+from megatron_dppo.spec import ModelSpec, RunSpec
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.lease import FencedError, start_of_ranks
 from megatron_dppo.trainer import collectives
@@ -94,6 +93,7 @@ class EngineSession:
 
     Args:
         config: configuration of the run.
+        spec: facts that follow from the configuration.
         trainer: source of the weights.
         stop: returns whether a clean stop was requested.
         fence: collective; raises on every rank once another start of the run has taken over.
@@ -103,20 +103,27 @@ class EngineSession:
     def __init__(
         self,
         config: TrainConfig,
+        spec: RunSpec,
         trainer: Trainer,
         stop: Callable[[], bool],
         fence: Callable[[], None] | None = None,
         place_of: Callable[[Sequence[int]], str | None] | None = None,
     ) -> None:
         rank = trainer.topology.rank
-        sections = ServerSections.of(config)
         record, endpoint = open_record(config.run.directory, config.parallel.interface, rank)
         self._rank = rank
         self._place_of = place_of or _unknown_place
         self._logs = Path(config.run.directory) / "logs"
-        self._access = ServerAccess(sections, config.weight_sync, trainer.shape)
-        self._connections = EngineConnections(sections, record, endpoint, stop, registers=rank == 0)
-        self._devices = _shared_devices(config, trainer, record if rank == 0 else None)
+        self._access = ServerAccess(config, spec.model, spec.servers)
+        self._connections = EngineConnections(
+            config,
+            record,
+            endpoint,
+            stop,
+            sends_adapters=spec.model.sends_adapters,
+            registers=rank == 0,
+        )
+        self._devices = _shared_devices(config, spec, trainer, record if rank == 0 else None)
         self._membership: membership.FleetMembership | None = None
         if rank == 0:
             self._membership = membership.FleetMembership(
@@ -127,16 +134,16 @@ class EngineSession:
         self._is_attached = False
         self._record = record
         self._fence = fence or _no_fence
-        self._updater = self._weight_updater(config, trainer, self._check_fences)
+        self._updater = self._weight_updater(config, spec.model, trainer, self._check_fences)
         self._failures = FailureLimits()
         self.updates = CommittedUpdates()
 
     def _weight_updater(
-        self, config: TrainConfig, trainer: Trainer, fence: Callable[[], None]
+        self, config: TrainConfig, model: ModelSpec, trainer: Trainer, fence: Callable[[], None]
     ) -> WeightUpdater:
         """Return the updater of LoRA adapters or of the whole policy, as ``lora.update`` says."""
         source: AdapterWeights | TrainerWeights
-        if updates_adapters(config.lora):
+        if model.sends_adapters:
             updater_class: Callable[..., WeightUpdater] = AdapterUpdater
             source = AdapterWeights(trainer)
         else:
@@ -151,7 +158,7 @@ class EngineSession:
             fence,
             interrupts=config.rollout.interrupt == "retract",
             compare_before_every=config.memory_checks.engines_every,
-            quantization=config.engine.quantization,
+            quantization=model.quantization,
             is_atomic=config.engine.atomic_updates,
             # The trainer leaves shared devices as soon as the update has read its weights.
             leave_devices=self._devices.leave if self._devices.is_shared else None,
@@ -543,13 +550,13 @@ def _unknown_place(prompt_ids: Sequence[int]) -> str | None:
 
 
 def _shared_devices(
-    config: TrainConfig, trainer: Trainer, record: RecordClient | None
+    config: TrainConfig, spec: RunSpec, trainer: Trainer, record: RecordClient | None
 ) -> SharedDevices:
     """Return the devices that trainer and servers share; ``record`` is rank 0's client of the server registry."""
     return SharedDevices(
-        config.engine.placement == "colocated",
+        spec.roles.colocated,
         trainer,
         config.engine.parked or TRAINER_PARTS,
-        released_tags(config.lora),
+        released_tags(spec.model),
         record,
     )

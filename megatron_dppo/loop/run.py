@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from megatron_dppo.algorithms.algorithm import build_algorithm
-from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.seal import Seal, text_digest
@@ -68,9 +67,9 @@ from megatron_dppo.metrics.records import (
 from megatron_dppo.metrics.records import has_begun as has_begun_run
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.hub_download import check_download
 from megatron_dppo.rewards import RewardUnavailableError
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.errors import AlteredMemoryError, RunError
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.trainer.checkpoint.directory import suspect_folder
@@ -90,14 +89,14 @@ from megatron_dppo.trainer.watchdog import patience
 log = logging.getLogger(__name__)
 
 
-def run_rank(config: TrainConfig) -> None:
+def run_rank(config: TrainConfig, spec: RunSpec) -> None:
     """Train until ``run.steps`` or until a clean stop, and leave a checkpoint behind. Collective over all ranks."""
     stop = StopFlag().install()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         data = RunData(config)
         with run_fence(config.run.directory) as fence, ExitStack() as stack:
-            Run(config, data, stop, fence, stack).to_the_end()
+            Run(config, spec, data, stop, fence, stack).to_the_end()
     except AlteredMemoryError as error:
         # No user can correct the error, and the newest checkpoint is whole: the ranks may start again from it.
         fatal(f"{type(error).__name__}: {error}", FAILED)
@@ -156,6 +155,7 @@ class Run:
 
     Args:
         config: configuration of the run.
+        spec: facts that follow from the configuration.
         data: training and held-out problems; the constructor refuses bad answers or leaves their problems out.
         stop: whether a clean stop was requested.
         fence: raises once another start of the run has taken over.
@@ -163,9 +163,16 @@ class Run:
     """
 
     def __init__(
-        self, config: TrainConfig, data: RunData, stop: StopFlag, fence: RunFence, stack: ExitStack
+        self,
+        config: TrainConfig,
+        spec: RunSpec,
+        data: RunData,
+        stop: StopFlag,
+        fence: RunFence,
+        stack: ExitStack,
     ) -> None:
         self.config = config
+        self.spec = spec
         self.data = data
         self.fence = fence
         self.should_stop = stop
@@ -173,11 +180,10 @@ class Run:
         metric_names.add_metrics(config.tracking.metrics)
         settings = config.algorithm
         self.algorithm = build_algorithm(settings.name, settings.options, settings.settings)
-        vocab_size = load_model_shape(config.model.hf_checkpoint).vocab_size
-        self.topk = carried_topk(self.algorithm, config.rollout.topk_log_probs, vocab_size)
+        topk = spec.rollout.topk
         with self.timer("start"), patience("others start"):
-            free_shared_devices(config)
-            self.trainer = Trainer(config, stats_spec(self.algorithm, self.topk))
+            free_shared_devices(config, spec)
+            self.trainer = Trainer(config, stats_spec(self.algorithm, topk))
             self.hashes = self._start_hashing()
             fence.join()
             on_rank_0(partial(_require_services, config))
@@ -194,7 +200,7 @@ class Run:
             """Metrics rows of the steps that this start repeats, by the step as text. Earlier ranks wrote these rows:
             the ranks before a restart, or the ranks of an earlier start."""
         self._open_generation(stack)
-        self.learner = Learner(config, self.trainer, self.algorithm, self.topk)
+        self.learner = Learner(config, self.trainer, self.algorithm, topk)
         self.memory = MemoryChecks(self.trainer)
         self.seals = self._batch_seals()
         self.recorder = stack.enter_context(self._recorder())
@@ -233,7 +239,7 @@ class Run:
         """Open the spool of the responses since the checkpoint. Collective."""
         config = self.config
         folder = None
-        if config.checkpoint.keep_responses and config.rollout.replay_from is None:
+        if config.checkpoint.keep_responses and not self.spec.rollout.replays:
             folder = Path(config.run.directory) / SPOOL_FOLDER
 
         def oldest_version(step: int) -> int:
@@ -271,10 +277,12 @@ class Run:
         """Open the engine session, the scorer and the episodes. ``stack`` closes them."""
         config = self.config
         self.engine: EngineSession | None = None
-        if config.rollout.replay_from is None:
+        if not self.spec.rollout.replays:
             fence = self.fence.check_together
             place_of = self.data.place_of
-            session = EngineSession(config, self.trainer, self.should_stop, fence, place_of)
+            session = EngineSession(
+                config, self.spec, self.trainer, self.should_stop, fence, place_of
+            )
             self.engine = stack.enter_context(session)
         self.scorer = Scorer.of(config, self.data)
         # Only leaders score responses, so only they need reward workers.
@@ -286,8 +294,7 @@ class Run:
         if self.algorithm.needs_recomputed and config.rollout.max_staleness:
             log.warning(STALE_ANCHOR, config.algorithm.name)
         self.samples = SampleMaker.of(config, self.data)
-        shape = self.trainer.shape
-        self.job = generation_job(config, self.data, shape, self.topk, self.episodes)
+        self.job = generation_job(config, self.data, self.spec, self.episodes)
 
     def _batch_seals(self) -> BatchSeals:
         rollout = self.config.rollout
@@ -295,7 +302,7 @@ class Run:
             self.data.origin(),
             rollout.max_staleness,
             keeps=rollout.save,
-            replays=rollout.replay_from is not None,
+            replays=self.spec.rollout.replays,
         )
         # Stored responses may have been sampled by versions older than the checkpoint.
         for version, stored_digest in sorted(self.spool.known_digests.items()):
@@ -595,7 +602,7 @@ class Run:
         """Load the state that this start continues from into the trainer and the sampler, and return it."""
         self.fence.check_together()
         identity = identity_of(self.config, self.data.train.sha256)
-        replays = self.config.rollout.replay_from is not None
+        replays = self.spec.rollout.replays
         run = self.config.run
         checkpoints = self.config.checkpoint
         nonce = self.fence.nonce

@@ -14,7 +14,7 @@ from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.trainer.step import StatsSpec
 
 
@@ -62,7 +62,11 @@ def stats_spec(algorithm: Algorithm, topk: int) -> StatsSpec:
 
 
 def generation_job(
-    config: TrainConfig, data: RunData, shape: ModelShape, topk: int, episodes: Episodes | None
+    config: TrainConfig,
+    data: RunData,
+    spec: RunSpec,
+    episodes: Episodes | None,
+    topk: int | None = None,
 ) -> GenerationJob:
     """Return the job without problems that is the template of the run's generations.
 
@@ -70,9 +74,11 @@ def generation_job(
     positions of its problems.
     """
     rollout = config.rollout
+    if topk is None:
+        topk = spec.rollout.topk
     columns: dict[str, Any] = {"topk": topk} if topk else {}
     if rollout.router_replay:
-        columns["routed_experts"] = RoutedShape.of_model(shape)
+        columns["routed_experts"] = RoutedShape.of_model(spec.model.shape)
     sampling = SamplingParams(
         rollout.max_response_tokens,
         temperature=rollout.temperature,

@@ -9,19 +9,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_dppo.config.lora import updates_adapters
-from megatron_dppo.config.schema import LoraConfig, TrainConfig, WeightSyncConfig
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.running_server import check_engine
 from megatron_dppo.engine.server_state import MemoryTag
 from megatron_dppo.engine.weights import TAGS, EngineWeights, Occupation
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import ENDPOINT_VARIABLE, RecordClient
 from megatron_dppo.fleet.record import STARTED_KEYS_VARIABLE, Keys
-from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.spec import ModelSpec, RunSpec, ServersSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.lease import start_of_ranks
 from megatron_dppo.weight_sync.engines import interrupt_and_release
@@ -37,19 +34,19 @@ _FORGET_S = 20.0
 class ServerAccess:
     """Checks of a server before it joins the fleet, and connections to its weights."""
 
-    sections: ServerSections
-    weight_sync: WeightSyncConfig
-    shape: ModelShape
+    config: TrainConfig
+    model: ModelSpec
+    servers: ServersSpec
     _occupations: dict[membership.Member, Occupation] = field(default_factory=dict)
 
     async def check(self, member: membership.Member) -> None:
         """Raise EngineMismatchError for a server that the run can't use."""
         async with membership.client_of(member) as client:
-            await check_engine(self.sections, client)
+            await check_engine(self.model, self.servers, client)
         weights = await self._connect(member)
         try:
             await weights.check_tensors()
-            await check_reach(weights, self.weight_sync)
+            await check_reach(weights, self.config.weight_sync)
         finally:
             await weights.close()
 
@@ -90,15 +87,15 @@ class ServerAccess:
         keys = member.keys
         return await EngineWeights.connect(
             HttpClient(server.url, keys.api, keys.admin, member.ca_file),
-            self.shape,
-            self.sections.model.dtype,
-            quantization=self.sections.engine.quantization,
-            timeout_s=self.weight_sync.timeout_s,
-            patience_s=self.sections.engine.hang_timeout_s,
+            self.model.shape,
+            self.model.dtype,
+            quantization=self.model.quantization,
+            timeout_s=self.config.weight_sync.timeout_s,
+            patience_s=self.config.engine.hang_timeout_s,
         )
 
 
-def free_shared_devices(config: TrainConfig) -> None:
+def free_shared_devices(config: TrainConfig, spec: RunSpec) -> None:
     """Have colocated servers release their memory before restarted ranks allocate memory. Every rank calls this.
 
     Rank 0 sends the requests; the other ranks wait for rank 0 when they join the process group. A server that does not
@@ -106,16 +103,15 @@ def free_shared_devices(config: TrainConfig) -> None:
     """
     start = start_of_ranks() or 1
     is_rank_0 = os.environ.get("RANK", "0") == "0"
-    if start == 1 or not is_rank_0 or config.engine.placement != "colocated":
+    if start == 1 or not is_rank_0 or not spec.roles.colocated:
         return
     url = os.environ.get(ENDPOINT_VARIABLE)
     keys = os.environ.get(STARTED_KEYS_VARIABLE)
     if url is None or keys is None:
         return
     record = RecordClient(url, Keys(**json.loads(keys)), start)
-    shape = load_model_shape(config.model.hf_checkpoint)
-    access = ServerAccess(ServerSections.of(config), config.weight_sync, shape)
-    tags = released_tags(config.lora)
+    access = ServerAccess(config, spec.model, spec.servers)
+    tags = released_tags(spec.model)
     with AsyncRunner() as runner:
         for server in record.servers():
             # Only servers that the supervisor starts share devices.
@@ -129,9 +125,9 @@ def free_shared_devices(config: TrainConfig) -> None:
                 record.report_lost(server)
 
 
-def released_tags(lora: LoraConfig) -> list[MemoryTag]:
+def released_tags(model: ModelSpec) -> list[MemoryTag]:
     """Return the memory tags that colocated servers release in the trainer's turn."""
-    if updates_adapters(lora):
+    if model.sends_adapters:
         # Updates of adapters don't send the frozen model again, so the servers keep its weights.
         return [tag for tag in TAGS if tag != "weights"]
     return list(TAGS)

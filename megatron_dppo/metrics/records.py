@@ -31,6 +31,8 @@ from megatron_dppo.system.files import atomic_file, unused_path, write_atomicall
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration in a run's folder."""
+SPEC_FILE = "spec.json"
+"""The facts that follow from the configuration (``megatron_dppo/spec``)."""
 RECORDS_FILE = "metrics.jsonl"
 START_FOLDER_FILE = "start_folder"
 """File with the folder that the run was started in: the relative paths of ``config.yaml`` begin there."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_dppo.logging import FAILED, REFUSED
+from megatron_dppo.spec import RunSpec
 from tests.distributed.test_trainer_parity import VOCABULARY
 from tests.distributed.test_trainer_steps import error_of
 from tests.messages import mentions
@@ -145,7 +146,7 @@ def runs_worker(folder: str, config_file: str) -> dict[str, list[tuple[Any, str]
         ends[name] = []
         for _ in range(1 + len(places)):
             try:
-                run_rank(config)
+                run_rank(config, RunSpec.of_checked(config))
                 ends[name].append((0, ""))
             except FatalError as error:
                 newest = sorted(Path(folder, name, "checkpoints").iterdir())[-1]

@@ -110,7 +110,8 @@ def resolution(
     from sglang.srt.server_args import prepare_server_args
 
     from megatron_dppo.config import load_config
-    from megatron_dppo.engine.options import ServerSections, server_options, write_options
+    from megatron_dppo.engine.options import server_options, write_options
+    from megatron_dppo.spec import RunSpec
 
     name = Path(load_config(recipe).model.hf_checkpoint).name.lower()
     model = ROOT / "examples" / "model_configs" / name
@@ -118,8 +119,8 @@ def resolution(
     if placement is not None:
         changes.append(f"engine.placement={placement}")
     config = load_config(recipe, changes)
-    sections = ServerSections.of(config)
-    options = server_options(sections, host="127.0.0.1", port=30000, seed=1) | dict(more or {})
+    servers = RunSpec.of_checked(config).servers
+    options = server_options(servers, host="127.0.0.1", port=30000, seed=1) | dict(more or {})
     with tempfile.TemporaryDirectory() as folder:
         write_options(options, file := Path(folder) / "options.yaml")
         server_args = prepare_server_args(["--config", str(file)])

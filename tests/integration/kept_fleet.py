@@ -14,7 +14,6 @@ import psutil
 
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime, local_launcher
 from megatron_dppo.fleet.endpoint import ENDPOINT_VARIABLE, RecordClient
 from megatron_dppo.fleet.membership import Member
@@ -22,6 +21,7 @@ from megatron_dppo.fleet.record import Server
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.errors import RunError
 from tests.patience import UNBOUNDED_S, Patience, family_of
 
@@ -60,13 +60,11 @@ class KeptFleet:
 
     def _keep(self) -> None:
         with RunDirectory(self._config.run.directory) as directory:
-            sections = ServerSections.of(self._config)
-            placement = local_placement(self._config.parallel.world_size, sections, this_machine())
+            spec = RunSpec.of_checked(self._config)
+            placement = local_placement(self._config, spec.roles, this_machine())
             runtime = Runtime(local_launcher(self._config.engine))
             starts = ServerStarts(lambda hosts: runtime, placement.master_address)
-            fleet = supervised_fleet(
-                sections, directory, placement, starts, seed=self._config.run.seed, interface=None
-            )
+            fleet = supervised_fleet(self._config, spec.servers, directory, placement, starts)
             self._record = RecordClient(fleet.rank_variables[ENDPOINT_VARIABLE], fleet.keys)
             self.rank_variables = fleet.rank_variables
             os.environ.update(fleet.rank_variables)

@@ -17,11 +17,11 @@ import pytest
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.client import EngineClient, HttpClient
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.running_server import check_engine
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.record import Server
 from megatron_dppo.model.families import load_model_shape, missing_engine_keys
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process
@@ -102,8 +102,9 @@ def start_server(
 
 async def examine(config: TrainConfig, url: str, api: str, admin: str) -> None:
     """Examine a server as EngineSession examines a new server."""
+    spec = RunSpec.of_checked(config)
     async with EngineClient(url, api, admin) as client:
-        await check_engine(ServerSections.of(config), client)
+        await check_engine(spec.model, spec.servers, client)
     shape = load_model_shape(config.model.hf_checkpoint)
     weights = await EngineWeights.connect(
         HttpClient(url, api, admin), shape, "float32", timeout_s=60

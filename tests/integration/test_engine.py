@@ -44,7 +44,6 @@ from megatron_dppo.engine.errors import (
     GenerationInterruptedError,
     StopRequestedError,
 )
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.protocol import (
     UNVERIFIED_VERSION,
@@ -61,6 +60,7 @@ from megatron_dppo.fleet.membership import Member
 from megatron_dppo.fleet.record import Keys, Server
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.scratch import SHARED_MEMORY
@@ -101,7 +101,8 @@ def run_config(folder: Path, **sections) -> TrainConfig:
 
 def engine_of(config: TrainConfig, port: int, log_name: str = "server.log") -> EngineProcess:
     return EngineProcess(
-        ServerSections.of(config),
+        config,
+        RunSpec.of_checked(config).servers,
         port=port,
         log_path=Path(config.run.directory) / "engine" / log_name,
         seed=1,
@@ -665,15 +666,17 @@ def test_the_processes_of_a_server_share_its_imports(engine):
 
 
 def test_an_engine_that_fits_is_accepted_and_others_are_refused(runner, client, model, tmp_path):
-    runner.run(check_engine(ServerSections.of(run_config(model)), client))
+    def check(folder: Path, **sections: Any) -> None:
+        spec = RunSpec.of_checked(run_config(folder, **sections))
+        runner.run(check_engine(spec.model, spec.servers, client))
+
+    check(model)
     with pytest.raises(EngineMismatchError, match=r"dtype.*'float32', expected 'bfloat16'"):
-        runner.run(
-            check_engine(ServerSections.of(run_config(model, model={"dtype": "bfloat16"})), client)
-        )
+        check(model, model={"dtype": "bfloat16"})
     other = orjson.loads((model / "config.json").read_bytes()) | {"vocab_size": 511}
     (tmp_path / "config.json").write_bytes(orjson.dumps(other))
     with pytest.raises(EngineMismatchError, match=r"vocabulary: .* 511 tokens"):
-        runner.run(check_engine(ServerSections.of(run_config(tmp_path)), client))
+        check(tmp_path)
 
 
 def recorded_in_memory(engine: EngineProcess) -> list[Path]:

@@ -343,6 +343,7 @@ def train_in_each_mode(config_json: str) -> dict[str, dict[str, Any]]:
     from megatron_dppo.loop.rollout_sources import GeneratedRollouts
     from megatron_dppo.loop.scorer import Scorer
     from megatron_dppo.metrics.phase_timer import PhaseTimer
+    from megatron_dppo.spec import RunSpec
     from megatron_dppo.trainer.trainer import Trainer
 
     config, found = TrainConfig.model_validate_json(config_json), {}
@@ -354,9 +355,9 @@ def train_in_each_mode(config_json: str) -> dict[str, dict[str, Any]]:
         settings = config.rollout.model_copy(
             update={"interrupt": mode, "max_staleness": 2, "max_concurrent_requests": 4}
         )
-        session = EngineSession(
-            config.model_copy(update={"rollout": settings}), trainer, stop=lambda: False
-        )
+        changed = config.model_copy(update={"rollout": settings})
+        spec = RunSpec.of_checked(changed)
+        session = EngineSession(changed, spec, trainer, stop=lambda: False)
         decode = (lambda ids, special=True: "") if mode == "abort" else None
         with session, Scorer(RewardConfig(name="exact_integer")) as scorer:
             session.connect()

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.data.batch_file import load_batch
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.fleet.record import FleetRecord, Server
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.network import free_port
 from tests.integration.kept_fleet import kill, stop_scheduler
 from tests.integration.runs import (
@@ -41,8 +41,10 @@ def config(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def elsewhere(config) -> Iterator[EngineProcess]:
     """A server that the run does not start. It starts at the same time as the run."""
+    loaded = load_config(str(config), [])
     process = EngineProcess(
-        ServerSections.of(load_config(str(config), [])),
+        loaded,
+        RunSpec.of_checked(loaded).servers,
         port=free_port("127.0.0.1"),
         log_path=config.parent / "elsewhere.log",
         seed=99,

@@ -36,6 +36,7 @@ from megatron_dppo.loop import run, run_parts, run_rank
 from megatron_dppo.loop.rollout_sources import GeneratedRollouts, RolloutBatch
 from megatron_dppo.metrics import table as names
 from megatron_dppo.model.quantization import BLOCK, SCALE_SUFFIX
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.network import free_port
 from megatron_dppo.trainer import step
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
@@ -152,7 +153,7 @@ def run_loop(place: Place, directory: Path, steps: int, *overrides: str) -> Loop
         for name, value in {**place.variables, **rank, "MASTER_PORT": str(free_port())}.items():
             patch.setenv(name, value)
         try:
-            run_rank(config)
+            run_rank(config, RunSpec.of_checked(config))
         except FatalError as error:
             return LoopEnd(directory, str(error))
         finally:

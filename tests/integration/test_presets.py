@@ -141,6 +141,7 @@ def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
     from megatron_dppo.config.schema import TrainConfig
     from megatron_dppo.loop.ending import StopFlag, run_fence
     from megatron_dppo.loop.run import Run, RunData
+    from megatron_dppo.spec import RunSpec
     from megatron_dppo.trainer.trainer import Trainer
 
     torch.set_num_threads(1)
@@ -174,7 +175,7 @@ def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
         parsed = TrainConfig.model_validate(own)
         with ExitStack() as stack:
             fence = stack.enter_context(run_fence(parsed.run.directory))
-            run = Run(parsed, RunData(parsed), StopFlag(), fence, stack)
+            run = Run(parsed, RunSpec.of_checked(parsed), RunData(parsed), StopFlag(), fence, stack)
             run.begin()
             run.step()
             run.trainer.close()

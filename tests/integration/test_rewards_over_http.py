@@ -19,11 +19,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import load_batch
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.rewards import RewardInput
 from megatron_dppo.rewards import verifier as verifiers
 from megatron_dppo.rewards.verifier import Verifier, VerifierError
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.network import free_port
 from tests.integration.runs import TrainingRun, records_of, write_material
 from tests.patience import UNBOUNDED_S, wait_healthy
@@ -62,7 +62,8 @@ def start_server(folder: Path, like: Path, **sglang: Any) -> RewardServer:
         }
     )
     server = RewardServer(
-        ServerSections.of(config),
+        config,
+        RunSpec.of_checked(config).servers,
         port=free_port("127.0.0.1"),
         log_path=folder.parent / f"{folder.name}.log",
         seed=1,

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import ExpectedChecksums
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.shared_buckets import WireHeader
 from megatron_dppo.engine.weights import EngineWeights, MemoryOrderError
 from megatron_dppo.fleet.membership import Member
 from megatron_dppo.fleet.record import Keys, Server
 from megatron_dppo.loop import server_access
 from megatron_dppo.loop.server_access import ServerAccess
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
@@ -439,10 +438,8 @@ def test_new_ranks_take_a_server_over_from_one_that_died_in_an_update(
     monkeypatch.setattr(server_access, "_FORGET_S", UNBOUNDED_S)
     engine_section = {"device": "cpu", "hang_timeout_s": UNBOUNDED_S}
     config = run_config(server.folder, engine=engine_section)
-    shape = load_model_shape(server.folder)
-    earlier_access, access = [
-        ServerAccess(ServerSections.of(config), config.weight_sync, shape) for _ in range(2)
-    ]
+    spec = RunSpec.of_checked(config)
+    earlier_access, access = [ServerAccess(config, spec.model, spec.servers) for _ in range(2)]
     member = Member(Server("engine0", server.process.url), Keys(KEY, ADMIN_KEY))
     earlier_engine = RUNNER.run(earlier_access.open_weights(member))
     updater(earlier_engine, Source(read(server.folder))).update(35)

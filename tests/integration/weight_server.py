@@ -18,12 +18,13 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.client import HttpClient
-from megatron_dppo.engine.options import ServerSections, free_server_port
+from megatron_dppo.engine.options import free_server_port
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
 from megatron_dppo.weight_sync.engines import Plan
@@ -121,10 +122,11 @@ def serve(
         "atomic_updates": atomic_updates,
     }
     config = run_config(folder, sglang=sglang, lora=lora or {}, model=model, engine=engine)
-    sections = ServerSections.of(config)
+    servers = RunSpec.of_checked(config).servers
     process = EngineProcess(
-        sections,
-        port=free_server_port(sections),
+        config,
+        servers,
+        port=free_server_port(servers, config.engine.host),
         log_path=folder / "engine.log",
         seed=1,
         api_key=KEY,

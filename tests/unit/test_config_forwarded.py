@@ -27,7 +27,7 @@ from megatron_dppo.config.forwarded import (
     read_value,
 )
 from megatron_dppo.config.machine import set_precision
-from megatron_dppo.engine.options import ServerSections, flag_of
+from megatron_dppo.engine.options import flag_of
 from megatron_dppo.engine.server_arguments import _parser, server_args_fields, table_faults
 from megatron_dppo.launch import library_checks
 from megatron_dppo.launch.library_checks import kernel_faults, library_faults, server_faults
@@ -45,9 +45,7 @@ def problems(tmp_path):
     def faults_of(*overrides):
         config = load_config(path, overrides)
         tables = config.megatron, config.megatron_ddp, config.megatron_optimizer
-        sections = ServerSections.of(config)
-        starts_servers = config.engine.servers_to_start > 0
-        faults = [*library_faults(*tables), *server_faults(sections, starts_servers=starts_servers)]
+        faults = [*library_faults(*tables), *server_faults(config)]
         try:
             check_config(config)
         except ConfigError as error:

@@ -15,7 +15,7 @@ from megatron_dppo.engine.running_server import SGLANG_VERSION, check_engine, ch
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.messages import mentioning
 from tests.unit.test_engine_checksums import model_shape
-from tests.unit.test_engine_server import MODEL, sections
+from tests.unit.test_engine_server import MODEL, spec_of
 from tests.unit.test_engine_weights import SERVER_INFO, Engine, engine
 
 __all__ = ["engine"]  # a fixture
@@ -34,7 +34,8 @@ def matching_engine(engine: Engine) -> Engine:
 def check(folder: Path, url: str, **changes: object) -> None:
     async def connect_and_check() -> None:
         async with EngineClient(url) as client:
-            await check_engine(sections(folder, **changes), client)
+            spec = spec_of(folder, **changes)
+            await check_engine(spec.model, spec.servers, client)
 
     with AsyncRunner() as runner:
         runner.run(connect_and_check())

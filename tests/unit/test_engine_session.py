@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet import membership
@@ -24,10 +25,12 @@ from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.fleet.record import FleetRecord, Server
 from megatron_dppo.loop.engine_session import EngineSession, WeightsLostError
 from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
+from megatron_dppo.spec import ModelSpec, RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
 from tests.patience import own_patience
 from tests.unit.small_fleet import KEYS, SmallServer
+from tests.unit.test_engine_checksums import model_shape
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,6 +39,11 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def spec_of(config: TrainConfig) -> RunSpec:
+    """The facts of a run of a small model that no file has."""
+    return RunSpec.of_model(config, ModelSpec.of(config, model_shape(), {}))
 
 
 class Small:
@@ -61,7 +69,9 @@ class Small:
             monkeypatch.setenv(name, value)
         topology: Any = SimpleNamespace(rank=0)
         trainer = trainer or SimpleNamespace(topology=topology, shape=None, weights=dict)
-        self.session = EngineSession(config, trainer, stop=lambda: False, fence=lambda: None)
+        self.session = EngineSession(
+            config, spec_of(config), trainer, stop=lambda: False, fence=lambda: None
+        )
         self.session._updater._plan = ()  # only a real trainer could make a plan
 
     def close(self) -> None:
@@ -211,7 +221,7 @@ def test_rank_0_keeps_the_record_where_a_launcher_started_the_ranks(tmp_path, mo
     config = config_of(tmp_path, tmp_path, servers=0, urls=[small.url], router=False)
     topology: Any = SimpleNamespace(rank=0)
     trainer: Any = SimpleNamespace(topology=topology, shape=None, weights=dict)
-    with EngineSession(config, trainer, stop=lambda: False) as session:
+    with EngineSession(config, spec_of(config), trainer, stop=lambda: False) as session:
         [server] = session._connections.record.servers()
         assert (server.url, server.origin) == (small.url, "config")
         command = record_of_command(str(tmp_path))

@@ -17,9 +17,11 @@ def starting_worker(tree: dict[str, Any]) -> str:
     from megatron_dppo.config.schema import TrainConfig
     from megatron_dppo.logging import FatalError
     from megatron_dppo.loop.run import run_rank
+    from megatron_dppo.spec import RunSpec
 
+    config = TrainConfig.model_validate(tree)
     try:
-        run_rank(TrainConfig.model_validate(tree))
+        run_rank(config, RunSpec.of_checked(config))
     except FatalError as error:
         return str(error)
     return "nothing failed"

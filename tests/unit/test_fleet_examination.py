@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.running_server import check_engine
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient
 from megatron_dppo.fleet.membership import Examination, Examiner, Member, ServerStates, client_of
 from megatron_dppo.fleet.record import FleetRecord, Server, attachment_seal
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
 from tests.unit.small_fleet import KEYS, SmallServer
@@ -50,7 +50,7 @@ class Bench:
         self.news = 0
         self.fault: Exception | None = None
         config = config_of(directory, directory)
-        self._sections = ServerSections.of(config)
+        self._spec = RunSpec.of_checked(config)
         self.examiner = Examiner(
             RecordClient(self.endpoint.url, KEYS),
             config.engine,
@@ -63,7 +63,7 @@ class Bench:
         if self.fault is not None:
             raise self.fault
         async with client_of(member) as client:
-            await check_engine(self._sections, client)
+            await check_engine(self._spec.model, self._spec.servers, client)
 
     def _count(self) -> None:
         self.news += 1

@@ -18,7 +18,7 @@ from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums, IncompleteWeightsError
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineMismatchError
-from megatron_dppo.engine.options import ServerSections, server_options
+from megatron_dppo.engine.options import server_options
 from megatron_dppo.engine.running_server import check_layout
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.engine_layout import EngineLayout
@@ -28,6 +28,7 @@ from megatron_dppo.model.mapping import engine_parameters, hf_tensors
 from megatron_dppo.model.quantization import FP8_FAMILIES, check_block_widths, is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.own_fleet import GenerationError, own_fleet
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.tensor_hash import tiled_hash
 from tests.messages import mentions
 from tests.unit.config_files import MOE, minimal, write_config
@@ -244,8 +245,8 @@ def config(tmp_path: Path) -> Any:
 
 def test_a_server_starts_with_arbitrary_weights_in_the_quantised_layout(config: Any) -> None:
     def options(*overrides: str) -> dict[str, Any]:
-        sections = ServerSections.of(config("model.dtype=bfloat16", *overrides))
-        return server_options(sections, host="h", port=1, seed=1)
+        servers = RunSpec.of_checked(config("model.dtype=bfloat16", *overrides)).servers
+        return server_options(servers, host="h", port=1, seed=1)
 
     plain, fp8 = options(), options("engine.quantization=fp8")
     added = {name: value for name, value in fp8.items() if plain.get(name) != value}
@@ -267,16 +268,19 @@ def test_keys_that_the_engine_lacks_stand_beside_the_quantised_layout(
     del values["moe_layer_freq"]
     (model / "config.json").write_text(json.dumps(values))
     overrides = (f"model.hf_checkpoint={model}", "model.dtype=bfloat16", "engine.quantization=fp8")
-    options = server_options(ServerSections.of(config(*overrides)), host="h", port=1, seed=1)
+    options = server_options(
+        RunSpec.of_checked(config(*overrides)).servers, host="h", port=1, seed=1
+    )
     changed_keys = json.loads(options["json_model_override_args"])
     assert changed_keys["moe_layer_freq"] == 1
     assert changed_keys.keys() == {"moe_layer_freq", "quantization_config"}
 
 
 def test_servers_without_a_trainer_are_refused(config: Any, tmp_path: Path) -> None:
+    quantised = config("engine.quantization=fp8")
     with (
         pytest.raises(GenerationError) as refusal,
-        own_fleet(config("engine.quantization=fp8"), tmp_path),
+        own_fleet(quantised, RunSpec.of_checked(quantised), tmp_path),
     ):
         pass
     assert mentions(str(refusal.value), "engine.quantization", "fp8")

@@ -18,8 +18,9 @@ import yaml
 from megatron_dppo.launch import hosts as hosts_module
 from megatron_dppo.launch.hosts import HostsConfig, RemoteLauncher, RemoteRanks, RemoteShell
 from megatron_dppo.launch.local import rank_command
-from megatron_dppo.launch.placement import LaunchError, Roles, place
+from megatron_dppo.launch.placement import LaunchError, place
 from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.spec import Roles
 from megatron_dppo.system import network
 from tests.patience import Patience, family_of
 

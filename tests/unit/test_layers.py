@@ -18,6 +18,7 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"metrics"},
     {"algorithms", "vocab_parallel"},
     {"config"},
+    {"spec"},
     {"data"},
     {"rewards"},
     {"checkpoint_conversion"},

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.launch.local import RankGroup, local_placement, servers_beside
-from megatron_dppo.launch.placement import Allocation, Host, PlacementError, Roles, place
+from megatron_dppo.launch.local import RankGroup, local_placement
+from megatron_dppo.launch.placement import Allocation, Host, PlacementError, hosts_needed, place
+from megatron_dppo.spec import Roles
 from tests.unit.config_files import minimal
 
 
@@ -56,8 +56,8 @@ def test_one_node_is_shared_and_a_whole_one_is_spare():
 
 def test_a_server_is_not_cut_in_two_by_the_end_of_a_host():
     assert servers_of(place(Roles(5, 2, 2), hosts(2))) == [("n1", 5, 2), ("n2", 0, 2)]
-    assert Roles(5, 2, 2).hosts_needed(8) == 2
-    assert Roles(4, 2, 2).hosts_needed(8) == 1
+    assert hosts_needed(Roles(5, 2, 2), 8) == 2
+    assert hosts_needed(Roles(4, 2, 2), 8) == 1
 
 
 def test_a_server_larger_than_a_host_takes_all_devices_of_several():
@@ -80,7 +80,7 @@ def test_a_server_larger_than_a_host_takes_all_devices_of_several():
 
 def test_a_server_larger_than_a_host_begins_on_a_host_of_its_own():
     assert servers_of(place(Roles(4, 1, 16), hosts(3))) == [("n2", 0, 8)]
-    assert Roles(4, 1, 16).hosts_needed(8) == 3
+    assert hosts_needed(Roles(4, 1, 16), 8) == 3
     shared = place(Roles(8, 1, 16, first_device=0), hosts(2))
     assert [host.name for host in shared.servers[0].hosts] == ["n1", "n2"]
     assert place(Roles(8, 1, 8), hosts(2)).servers[0].meeting_port is None
@@ -170,17 +170,17 @@ def test_gpus_of_one_machine(tmp_path, sections, needed):
     def machine(gpus: int) -> Machine:
         return Machine(cores=2, gpus=gpus, memory_bytes=2**33, open_files=1024)
 
-    ranks, servers = settings.parallel.world_size, ServerSections.needed_by(settings)
-    local_placement(ranks, servers, machine(needed))
+    roles = Roles.of(settings)
+    local_placement(settings, roles, machine(needed))
     if needed > 1:
         with pytest.raises(PlacementError, match=r"do not fit on one host|on hosts of 3, expected"):
-            local_placement(ranks, servers, machine(needed - 1))
+            local_placement(settings, roles, machine(needed - 1))
 
 
 def test_a_machine_without_gpus_takes_everything(tmp_path):
     settings = config(tmp_path, parallel={"world_size": 15}, engine={"servers": 2})
     machine = Machine(cores=2, gpus=0, memory_bytes=2**33, open_files=1024)
-    placement = local_placement(15, ServerSections.of(settings), machine)
+    placement = local_placement(settings, Roles.of(settings), machine)
     assert len(placement.ranks) == 15
     assert placement.router is not None
     assert [s.port for s in placement.servers] == [None, None]
@@ -219,8 +219,9 @@ def test_servers_that_generate_beside_training_keep_a_core_each(
     tree = minimal(tmp_path)
     tree["engine"] = {"servers": 3, "placement": placement}
     tree["rollout"]["max_staleness"] = staleness
-    assert servers_beside(ServerSections.of(TrainConfig.model_validate(tree))) == beside
-    assert servers_beside(None) == 0
+    assert Roles.of(TrainConfig.model_validate(tree)).generating == beside
+    tree["rollout"]["replay_from"] = "rollouts"
+    assert Roles.of(TrainConfig.model_validate(tree)).generating == 0
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(-1, 1), (1, 1), (4, 2), (5, 2)])

@@ -24,6 +24,7 @@ from megatron_dppo.algorithms.table import (
     EstimatorName,
     Settings,
     carried_topk,
+    check_topk,
 )
 from megatron_dppo.config.schema import AlgorithmConfig
 from tests.messages import mentioning
@@ -188,15 +189,15 @@ def test_exact_divergences_take_all_of_mu_from_the_engine_or_are_refused():
     exact = build_algorithm("dppo-exact-tv")
     assert carried_topk(exact, 0, 4096) == carried_topk(exact, 4096, 4096) == 4096
     with pytest.raises(ValueError, match=mentioning(4097, 32776, 4096)):
-        carried_topk(exact, 0, 4097)
+        check_topk(exact, 0, 4097)
     with pytest.raises(ValueError, match=mentioning("recomputed-exact-tv")):
-        carried_topk(exact, 0, 151936)
+        check_topk(exact, 0, 151936)
     with pytest.raises(ValueError, match=mentioning("topk_log_probs", 20, 0, 36)):
-        carried_topk(exact, 20, 36)
+        check_topk(exact, 20, 36)
     with pytest.raises(
         ValueError, match=mentioning(4096, "pdm-aggregated", "pdm-uniform", "pdm-tail")
     ):
-        carried_topk(build_algorithm("pdm-exact"), 0, 4097)
+        check_topk(build_algorithm("pdm-exact"), 0, 4097)
     assert carried_topk(build_algorithm("recomputed-exact-tv"), 0, 151936) == 0
 
 
@@ -206,7 +207,7 @@ def test_carried_top_k_is_what_the_algorithm_looks_at():
     # With more or fewer ids the mask would bound another divergence under the same name.
     for other in (19, 21):
         with pytest.raises(ValueError, match=mentioning(20, other, 0, 20)):
-            carried_topk(topk, other, 151936)
+            check_topk(topk, other, 151936)
     assert carried_topk(build_algorithm("dppo-topk-tv", {"topk": 50}), 50, 151936) == 50
     assert carried_topk(build_algorithm("grpo"), 0, 99) == 0
     assert carried_topk(build_algorithm("grpo"), 5, 99) == 5

@@ -36,10 +36,10 @@ from megatron_dppo.demo.material import (
     trainer_overrides,
     worked_out,
 )
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.environments.turn_template import TurnTemplate
-from megatron_dppo.launch.placement import Allocation, Host, Roles, place
+from megatron_dppo.launch.placement import Allocation, Host, place
 from megatron_dppo.rewards import find_reward
+from megatron_dppo.spec import Roles
 
 pytestmark = pytest.mark.second
 
@@ -358,10 +358,7 @@ def test_the_recipe_fits_the_gpus(gpus, ranks, shares_the_gpu, dtype):
     assert (config.weight_sync.strategy == "tensor") is shares_the_gpu
     if gpus:
         hosts = (Host("here", "127.0.0.1", gpus),)
-        placement = place(
-            Roles.of(config.parallel.world_size, ServerSections.needed_by(config)),
-            Allocation(hosts, first_port=None),
-        )
+        placement = place(Roles.of(config), Allocation(hosts, first_port=None))
         assert [rank.device for rank in placement.ranks] == list(range(ranks))
         assert placement.servers[0].first_device == (0 if shares_the_gpu else ranks)
 

@@ -37,12 +37,13 @@ from typing import Any
 # A run draws its report at its end. Import matplotlib here, so that the forks inherit the import.
 import megatron_dppo.diagnostics.report
 import megatron_dppo.metrics.trackers  # noqa: F401
-from megatron_dppo.config import load_config, resolved_yaml
+from megatron_dppo.config import load_config
 from megatron_dppo.data.batch_file import batch_path, load_batch
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.logging import FatalError, configure_logging, fatal
 from megatron_dppo.loop import run_rank
 from megatron_dppo.metrics import records
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.failpoints import KINDS, TORN, VARIABLE
 from megatron_dppo.system.files import sha256_of
@@ -154,9 +155,9 @@ def _run(config_file: Path, directory: Path) -> None:
     try:
         with RunDirectory(directory) as run_directory:
             configure_logging(directory, 0)
-            run_directory.write_config(resolved_yaml(config))
+            run_directory.write_config(config)
             os.environ[NONCE_VARIABLE] = run_directory.lease.fence.nonce
-            run_rank(config)
+            run_rank(config, RunSpec.of(config))
     except RunError as error:
         fatal(str(error))
     except OSError as error:

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint, tensor_digests
-from megatron_dppo.config import load_config, resolved_yaml
+from megatron_dppo.config import load_config
 from megatron_dppo.data.batch_file import SavedBatch
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.loop import run_rank
@@ -34,6 +34,7 @@ from megatron_dppo.loop.run_state import FILES, RunState
 from megatron_dppo.metrics import records
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.hub_download import check_downloaded_files
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import sha256_of
 from megatron_dppo.trainer.checkpoint.directory import check_content, check_sizes, read_manifest
@@ -140,8 +141,8 @@ def make_run(folder: Path) -> None:
     config_file = make_material(material, STEPS)
     config = load_config(str(config_file), [f"run.directory={folder / 'run'}"])
     with RunDirectory(folder / "run") as directory:
-        directory.write_config(resolved_yaml(config))
-    run_rank(config)
+        directory.write_config(config)
+    run_rank(config, RunSpec.of(config))
     hf_to_megatron(folder / "run" / records.EXPORT_FOLDER, folder / "converted")
     weights = material / "model" / "model.safetensors"
     metadata = weights.parent / ".cache" / "huggingface" / "download" / f"{weights.name}.metadata"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -32,8 +32,6 @@ from megatron_dppo.config.schema import (
     RolloutConfig,
     TrainConfig,
 )
-from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.launch.placement import Roles
 from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears, trained_elements
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import ModelConfigError
@@ -43,6 +41,7 @@ from megatron_dppo.model.mapping import shard_of
 from megatron_dppo.model.rows import Rule
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.model.splits import ceil_to
+from megatron_dppo.spec import Roles
 
 Counts = tuple[tuple[int, int], ...]
 """(elements of a parameter, number of parameters of that size) pairs of one group of parameters."""
@@ -607,11 +606,8 @@ def facts_of(
 
 def _roles(config: TrainConfig, schedule: Schedule) -> Roles:
     """Return the ranks and servers of a run, placed as in ``schedule``. The configuration may place them otherwise."""
-    sections = ServerSections.needed_by(config)
-    if sections is not None:
-        engine = sections.engine.model_copy(update={"placement": schedule.placement})
-        sections = replace(sections, engine=engine)
-    return Roles.of(config.parallel.world_size, sections)
+    engine = config.engine.model_copy(update={"placement": schedule.placement})
+    return Roles.of(config.model_copy(update={"engine": engine}))
 
 
 def _uncounted_settings(config: TrainConfig) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from megatron_dppo.cluster.planner import devices
 from megatron_dppo.cluster.planner.batch_memory import ColumnBytes
 from megatron_dppo.cluster.planner.facts import RunFacts, elements, rank_parameters
 from megatron_dppo.cluster.planner.trainer_state import state_bytes
-from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
+from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, place
+from megatron_dppo.spec import Roles
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import parameter_count
 from megatron_dppo.model.shape import ITEM_BYTES, checkpoint_bytes
+from megatron_dppo.spec import Roles
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
@@ -82,7 +83,7 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
     )
     pythons = {"trainer": sys.executable}
     extras = {"trainer": "gpu" if gpus else "cpu"}
-    if config.engine.servers_to_start and config.rollout.replay_from is None:
+    if Roles.of(config).servers:
         pythons["engine"] = config.engine.python or sys.executable
         extras["engine"] = "gpu-engine"
     # Without ``weight_sync.directory``, the strategy ``disk`` writes each update to /dev/shm.

@@ -16,8 +16,8 @@ from megatron_dppo.cluster.preflight.machine import inspect_python
 from megatron_dppo.config import TrainConfig
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import EngineConfig
-from megatron_dppo.engine.options import engine_device
 from megatron_dppo.launch.start_checks import StartCheck
+from megatron_dppo.spec import Roles
 from megatron_dppo.system import gpus
 from megatron_dppo.system import toolkit as cuda_toolkit
 
@@ -171,8 +171,7 @@ def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
 
 def check_compiler(config: TrainConfig, machine: Machine) -> StartCheck:
     """Start check: a server that starts on this machine's GPUs must be able to compile its kernels."""
-    starts_servers = config.engine.servers_to_start > 0 and config.rollout.replay_from is None
-    if not starts_servers:
+    if not Roles.of(config).servers:
         return StartCheck(())
     return StartCheck(list(compiler_faults(config.engine)))
 
@@ -182,7 +181,7 @@ def compiler_faults(engine: EngineConfig) -> Iterator[str]:
 
     Yields nothing on a machine without GPUs: preflight checks the nodes where the servers will run.
     """
-    if engine_device(engine) == "cpu" or not gpus.has_visible_gpu():
+    if engine.device == "cpu" or not gpus.has_visible_gpu():
         return
     python = engine.python or sys.executable
     try:

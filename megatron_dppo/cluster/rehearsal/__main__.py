@@ -41,17 +41,17 @@ from megatron_dppo.config import (
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.data.tokenizer import has_tokenizer
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.server_arguments import table_faults_elsewhere
 from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.launch.arguments import add_config_arguments
-from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
+from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, place
 from megatron_dppo.logging import INTERRUPTED, REFUSED
 from megatron_dppo.metrics.records import last_step, read_records
 from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.engine_layout import server_ranks
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.layout import Layout
+from megatron_dppo.spec import Roles
 from megatron_dppo.system.arguments import positive_count, whole_number
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import folder_fault, unused_path
@@ -257,10 +257,8 @@ class Rehearsal:
         for number in range(self.options.nodes):
             name = f"node{number}"
             hosts.append(Host(name, name, self.options.gpus_per_node))
-        sections = ServerSections.needed_by(config)
-        roles = Roles.of(config.parallel.world_size, sections)
         try:
-            return place(roles, Allocation(tuple(hosts)))
+            return place(Roles.of(config), Allocation(tuple(hosts)))
         except PlacementError as error:
             fault = str(error)
             # The fault of too few nodes may name no key of the recipe.

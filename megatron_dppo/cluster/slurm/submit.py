@@ -30,15 +30,22 @@ from megatron_dppo.config.forwarded import SGLANG, LibraryMissingError
 from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.config.machine import allocator_faults
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.server_arguments import table_faults_elsewhere
 from megatron_dppo.launch.attempts import JOB_FILE
-from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
+from megatron_dppo.launch.placement import (
+    Allocation,
+    Host,
+    Placement,
+    PlacementError,
+    hosts_needed,
+    place,
+)
 from megatron_dppo.launch.run_state import UNKNOWN, job_state
 from megatron_dppo.launch.slurm_client import SlurmError, slurm
 from megatron_dppo.launch.srun import literal
 from megatron_dppo.logging import say
 from megatron_dppo.model.errors import ModelError
+from megatron_dppo.spec import Roles
 from megatron_dppo.system.files import folder_fault, unused_path, with_hash, write_atomically
 from megatron_dppo.system.processes import held_back
 
@@ -285,22 +292,22 @@ def _shell_faults(site: SiteConfig) -> Iterator[str]:
         )
 
 
-def server_option_faults(sections: ServerSections | None, site: SiteConfig) -> Iterator[str]:
+def server_option_faults(config: TrainConfig, site: SiteConfig) -> Iterator[str]:
     """Report values of the ``sglang:`` table that the SGLang in the servers' Python refuses.
 
-    ``sections`` is None if the run generates nothing. The result is empty if the run starts no server, or if the
+    The result is empty if the run starts no server, or if the
     servers' Python can't be asked on this machine. In the second case, the job's check on its first node finds faults.
     """
-    if sections is None or not sections.engine.servers_to_start or not SGLANG.free(sections.sglang):
+    if not Roles.of(config).servers or not SGLANG.free(config.sglang):
         return
     container = site.container
     if container.kind != "none":
         say("sglang: checked only in the job, by the Python of its container")
         return
-    python = sections.engine.python or container.interpreter
+    python = config.engine.python or container.interpreter
     say(f"sglang: {python} is asked whether SGLang takes the table's values (seconds)")
     try:
-        yield from table_faults_elsewhere(sections.sglang, python)
+        yield from table_faults_elsewhere(config.sglang, python)
     except LibraryMissingError as error:
         say(f"sglang: checked only in the job: {error}")
 
@@ -380,15 +387,15 @@ class Submission:
         """Place the run on ``nodes`` nodes; None: on as many nodes as the roles fill. Raises PlacementError."""
         if nodes is not None and nodes > MOST_NODES:
             raise PlacementError(f"nodes: got {nodes}, expected at most {MOST_NODES}")
-        roles = Roles.of(config.parallel.world_size, ServerSections.needed_by(config))
+        roles = Roles.of(config)
         devices = site.devices({})
         rank_nodes = 0
         filled_roles = roles
         if site.server_partition is not None and roles.servers:
             # The servers begin on the first node of the second group.
-            rank_nodes = replace(roles, servers=0).hosts_needed(devices)
+            rank_nodes = hosts_needed(replace(roles, servers=0), devices)
             filled_roles = replace(roles, first_device=rank_nodes * devices)
-        count = filled_roles.hosts_needed(devices) if nodes is None else nodes
+        count = hosts_needed(filled_roles, devices) if nodes is None else nodes
         hosts = []
         for i in range(count):
             name = f"node{i + 1}"
@@ -664,5 +671,5 @@ def _checked(
         # The rehearsal's model is tiny: the memory of the recipe's model does not matter.
         if not rehearses:
             faults += memory_faults
-    faults += server_option_faults(ServerSections.needed_by(config), site)
+    faults += server_option_faults(config, site)
     return submission, memory, faults

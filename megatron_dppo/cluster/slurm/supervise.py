@@ -33,10 +33,9 @@ from megatron_dppo.cluster.slurm.decisions import (
     decide,
 )
 from megatron_dppo.cluster.slurm.site import SiteConfig, load_site, site_path
-from megatron_dppo.config.loading import load_config, resolved_yaml
+from megatron_dppo.config.loading import load_config
 from megatron_dppo.config.machine import allocator_faults
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime
 from megatron_dppo.launch import srun
 from megatron_dppo.launch.attempts import Attempt, AttemptBook
@@ -49,7 +48,6 @@ from megatron_dppo.launch.placement import (
     LaunchError,
     Placement,
     PlacementError,
-    Roles,
     place,
 )
 from megatron_dppo.launch.run_directory import RunDirectory, is_finished
@@ -58,6 +56,7 @@ from megatron_dppo.launch.slurm_client import SlurmError
 from megatron_dppo.launch.stops import OVERTIME, TIME, Stop, StopRequests
 from megatron_dppo.launch.supervisor import Outcome, Supervisor
 from megatron_dppo.logging import REFUSED, configure_logging
+from megatron_dppo.spec import Roles, RunSpec
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.lease import NONCE_VARIABLE
 from megatron_dppo.system.processes import (
@@ -355,7 +354,6 @@ class Start:
     _unfit_nodes: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._sections = ServerSections.needed_by(self.config)
         self._book = AttemptBook(self.directory.path)
 
     def run(self) -> Decision:
@@ -410,7 +408,7 @@ class Start:
         first_port = srun.port_base(self.job.id)
         python = self.site.container.interpreter
         steps = Steps(self.directory, self._form(server=False), python, self.stops)
-        self.directory.write_config(resolved_yaml(self.config))
+        self.directory.write_config(self.config)
         try:
             self._require_environment()
             roles = self._roles()
@@ -434,7 +432,7 @@ class Start:
 
     def _roles(self) -> Roles:
         if self.roles_of is None:
-            return Roles.of(self.config.parallel.world_size, self._sections)
+            return Roles.of(self.config)
         return rehearsed_roles(self.roles_of, self.job.hosts[0].devices, on_gpus=self.job.gpus > 0)
 
     def _supervise(self, placement: Placement) -> Outcome:
@@ -461,20 +459,15 @@ class Start:
     def _supervisor(self, placement: Placement) -> Supervisor:
         config = self.config
         directory = self.directory
+        spec = RunSpec.of_checked(config)
+        directory.write_spec(spec)
         fleet = None
-        if self._sections is not None:
+        if not spec.rollout.replays:
             spares = Spares(placement.unused)
             # Slurm starts the batch process on the first node.
             address = self.job.hosts[0].address
             server_starts = ServerStarts(self._runtime_at, address, spares.host_now)
-            fleet = supervised_fleet(
-                self._sections,
-                directory,
-                placement,
-                server_starts,
-                seed=config.run.seed,
-                interface=config.parallel.interface,
-            )
+            fleet = supervised_fleet(config, spec.servers, directory, placement, server_starts)
         lease = directory.lease
         variables = {} if fleet is None else fleet.rank_variables
         ranks = srun.SrunRanks(
@@ -486,7 +479,7 @@ class Start:
             forks=shares_imports(placement.ranks_per_host, self.job.gpus),
         )
         names = [host.name for host in placement.rank_hosts]
-        restarts = rank_restarts(config.run, directory, self._sections)
+        restarts = rank_restarts(config.run, directory, spec.roles)
         restarts.obstacle = partial(_lost_nodes, names)
         return Supervisor(ranks, fleet, lambda: lease.loss, self.stops, restarts)
 
@@ -516,8 +509,7 @@ def rehearsed_roles(recipe: TrainConfig, devices: int | None, *, on_gpus: bool) 
     Without GPUs, each server is on one host and has at most ``devices`` devices. The servers do not use the recipe's
     port, because a rehearsal's configuration has no port.
     """
-    sections = ServerSections.needed_by(recipe)
-    roles = Roles.of(recipe.parallel.world_size, sections)
+    roles = Roles.of(recipe)
     if on_gpus:
         return roles
     return replace(roles, server_devices=min(roles.server_devices, devices or 1), port=None)

@@ -16,7 +16,6 @@ from megatron_dppo.cluster.preflight.inspection import package_version
 from megatron_dppo.cluster.rehearsal.signal import TARGET
 from megatron_dppo.config import load_config
 from megatron_dppo.diagnostics.gpu_check import Bench, CheckRow, LackingError, must_run, tiny_model
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import (
@@ -28,6 +27,7 @@ from megatron_dppo.metrics.records import (
     series,
 )
 from megatron_dppo.metrics.row import Dtype
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process
 
@@ -136,7 +136,8 @@ def start_server(
     )
     key = secrets.token_hex()
     process = EngineProcess(
-        ServerSections.of(config),
+        config,
+        RunSpec.of_checked(config).servers,
         port=free_port("127.0.0.1"),
         log_path=bench.folder / f"server_{name}.log",
         seed=1,

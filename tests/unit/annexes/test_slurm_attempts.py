@@ -11,10 +11,11 @@ from megatron_dppo.cluster.slurm.commands import fields
 from megatron_dppo.cluster.slurm.decisions import count_fruitless_starts, decide
 from megatron_dppo.cluster.slurm.supervise import Spares, deadlines
 from megatron_dppo.launch.attempts import Attempt, AttemptBook
-from megatron_dppo.launch.placement import Roles, place
+from megatron_dppo.launch.placement import place
 from megatron_dppo.launch.stops import OVERTIME, TIME
 from megatron_dppo.launch.supervisor import Outcome
 from megatron_dppo.metrics.records import remember_checkpoint
+from megatron_dppo.spec import Roles
 from tests.unit.test_placement import hosts
 
 FIRST = Attempt("7", 0, "n1", ("n1", "n2"), started=100.0)

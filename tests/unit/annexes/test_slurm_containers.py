@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.cluster.slurm.site import ContainerConfig, SiteConfig
-from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess, Runtime
 from megatron_dppo.launch.local import rank_command
-from megatron_dppo.launch.placement import Allocation, Host, Roles, place
+from megatron_dppo.launch.placement import Allocation, Host, place
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.srun import SrunLauncher, SrunRanks
+from megatron_dppo.spec import Roles, RunSpec
 from tests.patience import happens
 from tests.unit.test_engine_server import run_config
 
@@ -78,8 +78,10 @@ def test_the_step_of_the_ranks(run: RunDirectory, kind: str) -> None:
 def test_the_step_of_a_server_with_a_python_of_its_own(run: RunDirectory, kind: str) -> None:
     log = run.server_log("engine0", 1)
     launcher = SrunLauncher(HOSTS[1:], "server", container(kind).form("/here", server=True))
+    config = run_config(run.path)
     server = EngineProcess(
-        ServerSections.of(run_config(run.path)),
+        config,
+        RunSpec.of_checked(config).servers,
         port=21003,
         log_path=log,
         seed=1,

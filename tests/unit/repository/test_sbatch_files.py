@@ -10,8 +10,8 @@ import pytest
 
 from examples.recipes.verdicts import GPUS_PER_NODE, NODES
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.launch.placement import Allocation, Host, Roles, place
+from megatron_dppo.launch.placement import Allocation, Host, place
+from megatron_dppo.spec import Roles
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = ROOT / "examples" / "recipes"
@@ -48,7 +48,7 @@ def test_every_recipe_has_a_number_of_nodes():
 @pytest.mark.parametrize("recipe", sorted(NODES))
 def test_a_recipe_fills_its_nodes(recipe):
     config = load_config(RECIPES / f"{recipe}.yaml")
-    roles = Roles.of(config.parallel.world_size, ServerSections.needed_by(config))
+    roles = Roles.of(config)
     gpus = GPUS_PER_NODE.get(recipe, 8)
     hosts = tuple(Host(f"n{i}", f"n{i}", gpus) for i in range(NODES[recipe]))
     assert place(roles, Allocation(hosts)).unused == ()

@@ -1,0 +1,61 @@
+"""The processes of a run and the devices that they share. ``launch/placement.py`` assigns them to hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dppo.config.schema import PolicyConfig, TrainConfig
+from megatron_dppo.model.engine_layout import server_ranks
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The processes of a run: ranks, one device each, and SGLang servers to start.
+
+    Attributes:
+        ranks, servers: number of ranks and of servers. A run that replays saved batches starts no server.
+        server_devices: number of devices of each server.
+        first_device: first device of the first server, counted over all hosts; None: the device after the ranks.
+        port: port of the first server; None if the configuration has no port.
+        router: whether the run has an HTTP router.
+        colocated: whether ranks and servers take turns on the same devices.
+        generating: number of servers that generate while the ranks train.
+    """
+
+    ranks: int
+    servers: int = 0
+    server_devices: int = 1
+    first_device: int | None = None
+    port: int | None = None
+    router: bool = False
+    colocated: bool = False
+    generating: int = 0
+
+    @classmethod
+    def of(cls, config: PolicyConfig) -> Roles:
+        """Return the roles of a run. They do not depend on the model. A supervised run has ranks alone."""
+        ranks = config.parallel.world_size
+        if not isinstance(config, TrainConfig) or config.rollout.replay_from is not None:
+            return cls(ranks)
+        engine = config.engine
+        servers = engine.servers_to_start
+        colocated = engine.placement == "colocated"
+        # Without staleness, servers generate only between training steps.
+        overlaps = config.rollout.max_staleness > 0 and not colocated
+        return cls(
+            ranks,
+            servers,
+            server_devices=server_ranks(config.sglang),
+            first_device=0 if colocated else config.sglang.get("base_gpu_id"),
+            port=engine.port,
+            router=engine.uses_router,
+            colocated=colocated,
+            generating=servers if overlaps else 0,
+        )
+
+    @property
+    def first_server_device(self) -> int:
+        """First device of the first server, counted over all hosts."""
+        if self.first_device is None:
+            return self.ranks
+        return self.first_device

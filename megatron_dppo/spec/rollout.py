@@ -1,0 +1,69 @@
+"""The rollout batches of a run: their size, their longest sequences, and the columns that travel with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dppo.algorithms.table import AlgorithmFacts, carried_topk
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.model.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """The rollout batches of a run. Lengths are in tokens.
+
+    Attributes:
+        prompts: prompts of a batch.
+        group_size: responses for each prompt.
+        steps: optimiser steps on a batch.
+        longest_prompt: longest prompt.
+        longest_response: longest continuation of a prompt in training: a response, or an episode.
+        longest_evaluated: longest continuation of a prompt in an evaluation.
+        topk: K of the TopK(mu) that the engine returns for each response token, 0 for none.
+        routing: whether tokens carry the engine's routing (R3).
+        replays: whether the batches of an earlier run are replayed, so that no server generates.
+    """
+
+    prompts: int
+    group_size: int
+    steps: int
+    longest_prompt: int
+    longest_response: int
+    longest_evaluated: int
+    topk: int
+    routing: bool
+    replays: bool
+
+    @classmethod
+    def of(cls, config: TrainConfig, algorithm: AlgorithmFacts, shape: ModelShape) -> RolloutSpec:
+        rollout = config.rollout
+        prompt = config.data.max_prompt_tokens
+        turn = rollout.max_response_tokens
+        evaluated_turn = config.evaluation.max_response_tokens or turn
+        return cls(
+            prompts=rollout.prompts_per_step,
+            group_size=rollout.group_size,
+            steps=rollout.prompts_per_step // config.training.prompts_per_mini_batch,
+            longest_prompt=prompt,
+            longest_response=config.environment.longest(prompt, turn) - prompt,
+            longest_evaluated=config.environment.longest(prompt, evaluated_turn) - prompt,
+            topk=carried_topk(algorithm, rollout.topk_log_probs, shape.vocab_size),
+            routing=rollout.router_replay,
+            replays=rollout.replay_from is not None,
+        )
+
+    @property
+    def responses(self) -> int:
+        """Responses of a batch."""
+        return self.prompts * self.group_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a trained sequence that reaches both limits."""
+        return self.longest_prompt + self.longest_response
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of the longest sequence, prompt and continuation, of training and evaluation."""
+        return self.longest_prompt + max(self.longest_response, self.longest_evaluated)
