@@ -243,7 +243,7 @@ def simulate(
     slots = max(1, int(server_slots(facts, cluster)))
     context = rollout.mean_prompt + rollout.mean_response / 2
     table = [decode_seconds(facts, cluster, max(1, n), context) for n in range(slots + 1)]
-    servers = [Server(slots, table.__getitem__) for _ in range(engine.servers)]
+    servers = [Server(slots, table.__getitem__) for _ in range(engine.started)]
     rng, longest = random.Random(seed), rollout.longest_response
     mu = location(rollout.mean_response, longest, spread)
 
@@ -258,7 +258,7 @@ def phases_of(plan: RunPlan, cluster: Cluster, train: float | None, update: floa
     """The plan's phases. ``train`` and ``update`` replace the plan's seconds if they are not None."""
     seconds, facts = plan.seconds, plan.facts
     assert seconds is not None, "the plan has no seconds"
-    running = facts.rollout.responses / max(1, facts.engine.servers)
+    running = facts.rollout.responses / max(1, facts.engine.started)
     return Phases(
         train=seconds.trainer if train is None else train,
         update=seconds.update if update is None else update,
@@ -287,7 +287,7 @@ def main() -> None:
     cluster = Cluster(DEVICES[options.gpu], options.nodes)
     table = Table("schedule", "step, plan", "simulated", "ratio", "trainers idle", "servers idle")
     for name, schedule in SCHEDULES.items():
-        facts = replace(facts_of(config, shape, schedule=schedule), evaluation=None)
+        facts = replace(facts_of(config, shape, schedule=schedule), evaluated_problems=0)
         plan = plan_run(facts, cluster)
         phases = phases_of(plan, cluster, options.train, options.update)
         found = simulate(facts, cluster, phases, options.steps, options.spread, options.seed)

@@ -89,7 +89,7 @@ def _row(recipe: str) -> list[str]:
     # The facts of the recipe do not depend on the GPU.
     facts = plan_by_gpu["h100"].facts
     ranks = f"{facts.trainer.layout.world_size}: {facts.trainer.layout.describe()}"
-    servers = f"{facts.engine.servers} x TP{facts.engine.layout.tensor}"
+    servers = f"{facts.engine.started} x TP{facts.engine.layout.tensor}"
     cells = [_cell(plan) for plan in plan_by_gpu.values()]
     return [f"`{recipe}`", f"{NODES[recipe]} x {gpus_per_node(recipe)}", ranks, servers, *cells]
 

@@ -130,7 +130,7 @@ def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
             f"{seconds.trainer:.0f} s",
             gib(plan.fullest.total),
             plan.facts.trainer.layout.describe(),
-            f"{engine.servers} x TP{engine.layout.tensor}",
+            f"{engine.started} x TP{engine.layout.tensor}",
             plan.facts.trainer.recompute,
         )
     console.print(table)
@@ -191,7 +191,7 @@ def _engine(plan: RunPlan) -> Table | None:
     facts = plan.facts.engine
     if engine is None:
         return None
-    title = f"A server's GPU: {facts.servers} servers x TP {facts.layout.tensor}, mem_fraction_static {engine.fraction}"
+    title = f"A server's GPU: {facts.started} servers x TP {facts.layout.tensor}, mem_fraction_static {engine.fraction}"
     table = figures_table(
         title, "weights", "KV pool", "left free", "KV tokens", "sequences at once", "all longest"
     )
@@ -292,13 +292,14 @@ def _shared(plan: RunPlan) -> str | None:
 
 
 def _evaluation(plan: RunPlan) -> str | None:
-    evaluation = plan.facts.evaluation
+    problems = plan.facts.evaluated_problems
+    evaluation = plan.facts.config.evaluation
     seconds = plan.seconds
-    if evaluation is None or seconds is None or not seconds.evaluation:
+    if not problems or seconds is None or not seconds.evaluation:
         return None
     per_step = seconds.evaluation
     return (
-        f"Evaluation: {evaluation.problems} problems x {evaluation.samples} take {per_step * evaluation.every:.0f} s, "
+        f"Evaluation: {problems} problems x {evaluation.samples_per_prompt} take {per_step * evaluation.every:.0f} s, "
         f"before the first step and every {evaluation.every} steps: {per_step:.0f} s for each step, "
         f"{per_step / seconds.total:.0%} of it."
     )
@@ -391,7 +392,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
     seconds = idle = None
     if plan.seconds is not None:
         seconds = _seconds_json(plan.seconds)
-        if plan.facts.engine.servers:
+        if plan.facts.engine.started:
             idle = plan.seconds.idle
     return {
         "limits": [plan.memory_limit, plan.time_limit],
@@ -547,7 +548,7 @@ def _print(steps: int, plan: RunPlan | None, faults: list[str], recipe: str) -> 
     print_plan(console, plan)
     if plan.fits and plan.seconds is not None:
         idle_text = ""
-        if plan.facts.engine.servers:
+        if plan.facts.engine.started:
             for role, share in plan.seconds.idle.items():
                 idle_text += f"{role} idle {share:.0%} of a step; "
         text = (

@@ -95,6 +95,11 @@ class ServersSpec:
             needs_hooks=rollout.router_replay or rollout.interrupt == "abort" or has_drafts,
         )
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether linear layers and experts are block FP8."""
+        return "quantization" in self.options
+
 
 def engine_device(engine: EngineConfig) -> Device:
     """Return ``engine.device``. If it is not set, return cuda if this process sees a GPU of the NVIDIA driver."""

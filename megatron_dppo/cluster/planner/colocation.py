@@ -99,7 +99,7 @@ def shared_bytes(
 
 def shared_ranks(facts: RunFacts, device: Device) -> tuple[SharedBytes, ...]:
     """Return the bytes of a shared GPU for each pipeline stage; empty unless trainer and servers share GPUs."""
-    if not facts.schedule.is_colocated or not facts.engine.servers:
+    if not facts.schedule.is_colocated or not facts.engine.started:
         return ()
     shape = facts.trainer.shape
     engine = server_memory.engine_bytes(shape, facts.engine, facts.rollout, device)

@@ -7,13 +7,14 @@ from functools import cache
 from math import ceil, log2, prod
 
 from megatron_dppo.cluster.planner.devices import LINK_EFFICIENCY, Cluster, Device
-from megatron_dppo.cluster.planner.facts import EngineFacts, RunFacts
+from megatron_dppo.cluster.planner.facts import RunFacts
 from megatron_dppo.cluster.planner.server_memory import kv_bytes_per_token
 from megatron_dppo.model.mapping import ATTENTION_MODULES, hf_tensors
 from megatron_dppo.model.quantization import is_quantized
 from megatron_dppo.model.shape import ModelShape, active_parameters
 from megatron_dppo.model.shape import forward_flops as model_flops
 from megatron_dppo.model.splits import Dims
+from megatron_dppo.spec import ServersSpec
 
 
 def linear_flops(shape: ModelShape) -> float:
@@ -36,7 +37,7 @@ _ITEM = 2
 
 
 def network_seconds(
-    shape: ModelShape, engine: EngineFacts, cluster: Cluster, tokens: float, sampled_tokens: float
+    shape: ModelShape, engine: ServersSpec, cluster: Cluster, tokens: float, sampled_tokens: float
 ) -> float:
     """Return the seconds of the collectives between nodes in one forward pass over ``tokens`` tokens.
 
@@ -112,17 +113,21 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     expert_bytes = touched.experts * _ITEM
     # ``dense_bytes`` has one copy of attention's weights. Each further replica has another copy.
     replicated_bytes: float = (replicas - 1) * attention_parameters(shape) * _ITEM
-    if engine.quantized:
+    if engine.is_quantized:
         # A block-FP8 weight has one byte. The output matrix and the routers stay bf16; the scales, 1 / 4096 of the
         # bytes, are not counted.
         dense_bytes -= quantized_parameters(shape) * (_ITEM - 1)
         expert_bytes /= _ITEM
         replicated_bytes /= _ITEM
     dense_bytes += replicated_bytes
-    read_seconds = (dense_bytes / engine.gpus + cache_bytes) / (device.hbm * HBM_EFFICIENCY)
-    read_seconds += expert_bytes / engine.gpus / (device.hbm * EXPERT_EFFICIENCY)
+    read_seconds = (dense_bytes / engine.layout.tensor + cache_bytes) / (
+        device.hbm * HBM_EFFICIENCY
+    )
+    read_seconds += expert_bytes / engine.layout.tensor / (device.hbm * EXPERT_EFFICIENCY)
     # ``attention_flops`` is the mean over a causal sequence: the last token attends to twice as many tokens.
-    flops = tokens * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
+    flops = (
+        tokens * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.layout.tensor
+    )
     math_seconds = flops / (device.flops * PREFILL_UTILISATION)
     seconds = max(read_seconds, math_seconds) + DECODE_OVERHEAD
     seconds += reduce_seconds(shape, engine, device, tokens)
@@ -130,7 +135,7 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     return seconds + running * SEQUENCE_OVERHEAD
 
 
-def reduce_seconds(shape: ModelShape, engine: EngineFacts, device: Device, tokens: float) -> float:
+def reduce_seconds(shape: ModelShape, engine: ServersSpec, device: Device, tokens: float) -> float:
     """Return the seconds of the all-reduces within a node in one forward pass.
 
     Each layer has two all-reduces. An all-reduce among n GPUs takes a latency, and the time in which 2 (n - 1) / n of

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from megatron_dppo.algorithms.table import AlgorithmFacts
-from megatron_dppo.config import ConfigError
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.forwarded import (
     PRECISION_AWARE,
@@ -24,7 +22,7 @@ from megatron_dppo.config.forwarded import (
     moment_dtypes,
     offloaded_fraction,
 )
-from megatron_dppo.config.lora import adapters_of, updates_adapters
+from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.schema import (
     EngineConfig,
     LoraConfig,
@@ -33,15 +31,14 @@ from megatron_dppo.config.schema import (
     TrainConfig,
 )
 from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears, trained_elements
-from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import ModelConfigError
 from megatron_dppo.model.families import family_of, layer_counts, load_model_shape
-from megatron_dppo.model.layout import Layout, LayoutSizes, layers_of_stage
+from megatron_dppo.model.layout import Layout, layers_of_stage
 from megatron_dppo.model.mapping import shard_of
 from megatron_dppo.model.rows import Rule
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.model.splits import ceil_to
-from megatron_dppo.spec import Roles
+from megatron_dppo.spec import ModelSpec, RolloutSpec, RunSpec, ServersSpec, TrainerSpec
 
 Counts = tuple[tuple[int, int], ...]
 """(elements of a parameter, number of parameters of that size) pairs of one group of parameters."""
@@ -344,43 +341,15 @@ class TrainerFacts:
 
 
 @dataclass(frozen=True)
-class RolloutFacts:
-    """The facts of one rollout batch. Lengths are in tokens.
+class RolloutFacts(RolloutSpec):
+    """One rollout batch, with mean lengths in tokens, which are assumptions or measurements.
 
-    Attributes:
-        prompts: prompts of the batch.
-        group_size: responses for each prompt.
-        longest_prompt, longest_response: limits.
-        mean_prompt, mean_response: assumptions or measurements.
-        steps: optimiser steps on the batch.
-        topk: K of the TopK(mu) that each response token carries, 0 for none.
-        routing: whether tokens carry the engine's routing (R3).
-        recompute_pass: whether the trainer, before it trains, computes the log-probabilities of the whole batch at the
-            rollout's weights.
-        max_concurrent: requests that a leader may have open at the same time.
+    ``topk`` counts every distribution that a token carries: mu's, or the recomputed policy's, which then replaces
+    TopK(mu).
     """
 
-    prompts: int
-    group_size: int
-    longest_prompt: int
-    longest_response: int
     mean_prompt: float
     mean_response: float
-    steps: int
-    topk: int
-    routing: bool
-    recompute_pass: bool
-    max_concurrent: int
-
-    @property
-    def responses(self) -> int:
-        """Sequences of a rollout batch."""
-        return self.prompts * self.group_size
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a sequence that reaches both limits."""
-        return self.longest_prompt + self.longest_response
 
     @property
     def mean_length(self) -> float:
@@ -399,78 +368,44 @@ class RolloutFacts:
 
 
 @dataclass(frozen=True)
-class EngineFacts:
-    """The servers that the run starts.
-
-    Attributes:
-        servers: number of servers.
-        layout: the layout of a server.
-        memory_fraction: SGLang's ``mem_fraction_static``; None if SGLang chooses the value.
-        max_running: SGLang's ``max_running_requests``; None if SGLang chooses the value.
-        chunked_prefill: SGLang's ``chunked_prefill_size``; None if SGLang chooses the value.
-        kv_bytes: bytes of an element of the KV cache.
-        quantized: whether linear layers and experts are block FP8.
-    """
-
-    servers: int
-    layout: EngineLayout
-    memory_fraction: float | None
-    max_running: int | None
-    chunked_prefill: int | None
-    kv_bytes: int
-    quantized: bool = False
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of one server."""
-        return self.layout.tensor
-
-
-@dataclass(frozen=True)
-class EvaluationFacts:
-    """An evaluation: every ``every`` steps, ``samples`` responses for each of the ``problems`` of all held-out sets."""
-
-    problems: int
-    samples: int
-    longest_response: int
-    every: int
-
-
-@dataclass(frozen=True)
 class RunFacts:
-    """The facts of a whole run.
+    """A run with the assumptions of its plan.
 
     Attributes:
-        trainer, rollout, engine: facts of these parts.
-        roles: the processes that the run places.
+        config: the configuration.
+        spec: the facts that follow from the configuration.
+        trainer, rollout: the facts of these parts, with assumptions.
+        engine: the servers.
         schedule: how generation and training share time and GPUs.
-        bucket_bytes: bytes of a bucket of a weight update.
-        checkpoint_every: steps between two checkpoints.
-        checkpoint_background: whether checkpoints are written in the background.
-        not_counted: settings of the libraries that no formula reads although they may change memory or time.
+        evaluated_problems: problems of all held-out sets; 0 without an evaluation.
         ranks_per_sender: size of the blocks of consecutive ranks that have at most one sender of weights. A block is
             the ranks of a node, or one rank with ``weight_sync.senders = "holders"``.
-        updates_adapters: whether weight updates send only adapters.
-        evaluation: the evaluation; None without held-out sets.
-        changes_only: whether weight updates send only changed elements. Senders then keep a copy of the weights that
-            they sent.
-        atomic_updates: whether servers keep the tensors of a weight update until its end.
     """
 
+    config: TrainConfig
+    spec: RunSpec
     trainer: TrainerFacts
     rollout: RolloutFacts
-    engine: EngineFacts
-    roles: Roles
+    engine: ServersSpec
     schedule: Schedule
-    bucket_bytes: int
-    checkpoint_every: int
-    checkpoint_background: bool
-    not_counted: tuple[str, ...]
+    evaluated_problems: int
     ranks_per_sender: int
-    updates_adapters: bool
-    evaluation: EvaluationFacts | None
-    changes_only: bool = False
-    atomic_updates: bool = False
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of a bucket of a weight update."""
+        return self.config.weight_sync.bucket_mib * 2**20
+
+    @property
+    def not_counted(self) -> list[str]:
+        """The settings of the libraries that no formula reads although they may change memory or time."""
+        settings = []
+        for name, table in TABLES.items():
+            counted_keys = table.options_with(OptionFact.COUNTED)
+            for key in getattr(self.config, name):
+                if key not in counted_keys:
+                    settings.append(f"{name}.{key}")
+        return settings
 
     @property
     def senders(self) -> int:
@@ -542,83 +477,35 @@ def facts_of(
     Raises:
         ConfigError: The algorithm is unknown.
     """
-    try:
-        algorithm = config.algorithm.facts()
-    except ValueError as error:
-        raise ConfigError([f"algorithm: {error}"]) from error
-    settings, training = config.rollout, config.training
     schedule = schedule or schedule_of(config.rollout, config.engine)
-    longest_prompt = config.data.max_prompt_tokens
-
-    def longest_of(turn_tokens: int) -> int:
-        """Return the largest number of tokens after the prompt, if each turn samples ``turn_tokens`` tokens."""
-        return config.environment.longest(longest_prompt, turn_tokens) - longest_prompt
-
-    longest_response = longest_of(settings.max_response_tokens)
+    engine = config.engine.model_copy(update={"placement": schedule.placement})
+    config = config.model_copy(update={"engine": engine})
+    spec = RunSpec.of_model(config, ModelSpec.of(config, shape, {}), "cuda")
+    prompt, response = spec.rollout.longest_prompt, spec.rollout.longest_response
     rollout = RolloutFacts(
-        prompts=settings.prompts_per_step,
-        group_size=settings.group_size,
-        longest_prompt=longest_prompt,
-        longest_response=longest_response,
-        mean_prompt=longest_prompt / 4 if mean_prompt is None else mean_prompt,
-        mean_response=longest_response / 2 if mean_response is None else mean_response,
-        steps=settings.prompts_per_step // training.prompts_per_mini_batch,
-        topk=_topk(algorithm, settings.topk_log_probs, shape.vocab_size),
-        routing=settings.router_replay,
-        recompute_pass=algorithm.extra_pass,
-        max_concurrent=settings.max_concurrent_requests,
+        **vars(spec.rollout),
+        mean_prompt=prompt / 4 if mean_prompt is None else mean_prompt,
+        mean_response=response / 2 if mean_response is None else mean_response,
     )
+    if spec.algorithm.preset.whole_vocabulary:
+        rollout = replace(rollout, topk=shape.vocab_size)
+    training = config.training
     per_step = training.prompts_per_mini_batch * rollout.group_size
-    # ``data`` is 0 if a layout has too few ranks for one replica. The layout checks reject such layouts.
-    replica_responses = -(-per_step // max(1, config.parallel.data))
+    replica_responses = -(-per_step // spec.trainer.layout.data)
     budget = max(training.micro_batch_tokens, rollout.longest)
     micro_batches = max(1, round(replica_responses * rollout.mean_length / (budget * PACKING)))
-    evaluation = None
-    if files := config.data.evaluation_files:
-        turn_tokens = config.evaluation.max_response_tokens or settings.max_response_tokens
-        evaluation = EvaluationFacts(
-            problems=sum(_count_problems(file.path) for file in files.values()),
-            samples=config.evaluation.samples_per_prompt,
-            longest_response=longest_of(turn_tokens),
-            every=config.evaluation.every,
-        )
-    servers = config.engine.servers_to_start
-    if settings.replay_from is not None:
-        servers = 0
-    quantized = config.engine.quantization is not None
     return RunFacts(
+        config=config,
+        spec=spec,
         trainer=trainer_facts(config, shape, micro_batches, rollout.longest, gpu=gpu),
         rollout=rollout,
-        engine=_engine_facts(servers, config.sglang, quantized=quantized),
-        roles=_roles(config, schedule),
+        engine=spec.servers,
         schedule=schedule,
-        bucket_bytes=config.weight_sync.bucket_mib * 2**20,
-        checkpoint_every=config.checkpoint.every,
-        checkpoint_background=config.checkpoint.background,
-        not_counted=_uncounted_settings(config),
+        evaluated_problems=sum(
+            _count_problems(file.path) for file in config.data.evaluation_files.values()
+        ),
         ranks_per_sender=1 if config.weight_sync.senders == "holders" else ranks_per_node,
-        updates_adapters=updates_adapters(config.lora),
-        evaluation=evaluation,
-        changes_only=config.weight_sync.changes_only,
-        atomic_updates=config.engine.atomic_updates,
     )
-
-
-def _roles(config: TrainConfig, schedule: Schedule) -> Roles:
-    """Return the ranks and servers of a run, placed as in ``schedule``. The configuration may place them otherwise."""
-    engine = config.engine.model_copy(update={"placement": schedule.placement})
-    return Roles.of(config.model_copy(update={"engine": engine}))
-
-
-def _uncounted_settings(config: TrainConfig) -> tuple[str, ...]:
-    """List the settings of the libraries that no formula reads, as ``table.key``."""
-    settings = []
-    for name, table in TABLES.items():
-        counted_keys = table.options_with(OptionFact.COUNTED)
-        for key in getattr(config, name):
-            if key not in counted_keys:
-                settings.append(f"{name}.{key}")
-    return tuple(settings)
 
 
 def schedule_of(rollout: RolloutConfig, engine: EngineConfig) -> Schedule:
@@ -628,19 +515,6 @@ def schedule_of(rollout: RolloutConfig, engine: EngineConfig) -> Schedule:
     """
     drains = rollout.interrupt == "drain" or rollout.max_staleness == 0
     return Schedule(engine.placement, rollout.max_staleness, drains=drains)
-
-
-def _topk(algorithm: AlgorithmFacts, configured_topk: int, vocab_size: int) -> int:
-    """Return K of the TopK(mu) that each response token carries; 0: none.
-
-    K is the vocabulary's size if the algorithm reads a whole distribution: mu's, or the recomputed policy's, which then
-    replaces TopK(mu).
-    """
-    # Do not call ``carried_topk`` here: it rejects a vocabulary that is too large to send with the responses. The check
-    # of the configuration reports that error, and a plan can still show the bytes.
-    if algorithm.preset.whole_vocabulary:
-        return vocab_size
-    return configured_topk or algorithm.topk
 
 
 def _count_problems(path: str) -> int:
@@ -676,19 +550,18 @@ def trainer_facts(
         longest_sequence: Tokens of the longest sequence.
         gpu: Whether the layers are Transformer Engine's; otherwise they are torch's.
     """
-    sizes = config.parallel.sizes
+    spec = TrainerSpec.of(config, shape)
     dtype = config.model.dtype
-    sequence_parallel = sizes.sequence_parallel(shape)
     tokens = max(config.training.micro_batch_tokens, longest_sequence)
     fp32_gradients = config.megatron_ddp.get("grad_reduce_in_fp32", True)
     return TrainerFacts(
         shape=shape,
-        layout=Layout.of(sizes),
-        sequence_parallel=sequence_parallel,
+        layout=spec.layout,
+        sequence_parallel=spec.sequence_parallel,
         dtype=dtype,
         recompute=config.training.recompute,
-        distributed=config.distributed_optimizer,
-        tokens=ceil_to(tokens, _token_multiple(sizes, sequence_parallel) * config.token_multiple),
+        distributed=spec.distributed_optimizer,
+        tokens=ceil_to(tokens, spec.token_multiple),
         micro_batches=micro_batches,
         exchange=str(config.megatron.get("cp_comm_type") or "p2p"),
         transformer_engine=gpu,
@@ -700,33 +573,6 @@ def trainer_facts(
         chunk_tokens=config.head.chunk_tokens,
         logit_bytes=ITEM_BYTES[dtype if config.head.dtype == "model" else config.head.dtype],
         fp8=gpu and config.megatron.get("fp8") is not None,
-    )
-
-
-def _token_multiple(sizes: LayoutSizes, sequence_parallel: bool) -> int:
-    """Return the multiple to which the tokens of a micro-batch are padded, so that ranks divide them evenly.
-
-    Context parallelism cuts each sequence into 2 C chunks for C ranks.
-    """
-    multiple = 1
-    if sizes.context > 1:
-        multiple *= 2 * sizes.context
-    if sequence_parallel:
-        multiple *= sizes.tensor
-    return multiple
-
-
-def _engine_facts(servers: int, table: Mapping[str, Any], *, quantized: bool) -> EngineFacts:
-    fraction = table.get("mem_fraction_static")
-    has_fp8_cache = str(table.get("kv_cache_dtype", "auto")).startswith("fp8")
-    return EngineFacts(
-        servers=servers,
-        layout=EngineLayout.of_options(table),
-        memory_fraction=None if fraction is None else float(fraction),
-        max_running=table.get("max_running_requests"),
-        chunked_prefill=table.get("chunked_prefill_size"),
-        kv_bytes=1 if has_fp8_cache else 2,
-        quantized=quantized,
     )
 
 

@@ -54,13 +54,13 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
     The cost of the longest response then also depends on the trainer: see ``StepSeconds.decoding``.
     """
     rollout = facts.rollout
-    if not facts.engine.servers:
+    if not facts.engine.started:
         # The responses come from a file, or from attached servers of unknown speed.
         return GenerationSeconds(0.0, 0.0)
     running = sequences_at_once(facts, cluster)
     context = rollout.mean_prompt + rollout.mean_response / 2
     step = decode_seconds(facts, cluster, running, context)
-    steady = rollout.response_tokens / facts.engine.servers / running * step
+    steady = rollout.response_tokens / facts.engine.started / running * step
     steady += prefill_seconds(facts, cluster)
     longest_tokens = rollout.longest_response
     last_running = max(1.0, running / 10)
@@ -83,7 +83,7 @@ def sequences_at_once(facts: RunFacts, cluster: Cluster) -> float:
     if not facts.schedule.drains:
         # Responses continue after a weight update, so the queue also has the prompts of later batches.
         queued_batches = max(1, facts.schedule.staleness)
-    queue_share = queued_batches * rollout.responses / facts.engine.servers
+    queue_share = queued_batches * rollout.responses / facts.engine.started
     return max(1.0, min(queue_share, server_slots(facts, cluster)))
 
 
@@ -92,7 +92,9 @@ def server_slots(facts: RunFacts, cluster: Cluster) -> float:
     rollout = facts.rollout
     engine = facts.engine
     memory = engine_bytes(facts.trainer.shape, engine, rollout, cluster.device)
-    requests = facts.trainer.layout.data * rollout.max_concurrent / engine.servers
+    requests = (
+        facts.trainer.layout.data * facts.config.rollout.max_concurrent_requests / engine.started
+    )
     return min(memory.sequences, requests)
 
 
@@ -106,7 +108,7 @@ def resumed_seconds(facts: RunFacts, cluster: Cluster, running: float) -> float:
     engine = facts.engine
     length = rollout.mean_prompt + rollout.mean_response / 2
     flops = running * length * forward_flops(shape, length)
-    return flops / (engine.gpus * cluster.device.flops * PREFILL_UTILISATION)
+    return flops / (engine.layout.tensor * cluster.device.flops * PREFILL_UTILISATION)
 
 
 def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
@@ -114,15 +116,15 @@ def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
 
     The mean response is assumed to be as long as in training, at most the evaluation's limit.
     """
-    evaluation = facts.evaluation
-    if evaluation is None:
+    if not facts.evaluated_problems:
         return 0.0
+    longest_response = facts.rollout.longest_evaluated
     rollout = replace(
         facts.rollout,
-        prompts=evaluation.problems,
-        group_size=evaluation.samples,
-        longest_response=evaluation.longest_response,
-        mean_response=min(facts.rollout.mean_response, evaluation.longest_response),
+        prompts=facts.evaluated_problems,
+        group_size=facts.config.evaluation.samples_per_prompt,
+        longest_response=longest_response,
+        mean_response=min(facts.rollout.mean_response, longest_response),
     )
     evaluation_facts = replace(
         facts, rollout=rollout, schedule=replace(facts.schedule, drains=True)
@@ -140,10 +142,10 @@ def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     rollout = facts.rollout
     engine = facts.engine
     prefills = rollout.prompts * min(engine.layout.attention_replicas, rollout.group_size)
-    server_prompts = prefills / engine.servers
+    server_prompts = prefills / engine.started
     server_tokens = server_prompts * rollout.mean_prompt
     math_seconds = server_tokens * linear_flops(shape)
-    math_seconds /= engine.gpus * cluster.device.flops * PREFILL_UTILISATION
+    math_seconds /= engine.layout.tensor * cluster.device.flops * PREFILL_UTILISATION
     passes = ceil(server_tokens / chunk_tokens(engine, cluster.device))
     chunk = server_tokens / passes
     # A prefill computes logits only for the last token of each prompt.

@@ -151,9 +151,9 @@ def host_bytes(
     copies = COPIES + facts.schedule.staleness
     columns_per_rank = columns.replicas / facts.trainer.layout.data
     checkpoint = sent = 0
-    if facts.checkpoint_background:
+    if facts.config.checkpoint.background:
         checkpoint = node.trainer * devices.power_of_two(written_bytes(facts))
-    if facts.changes_only:
+    if facts.config.weight_sync.changes_only:
         senders = min(facts.senders, node.trainer)
         sent = update * senders // facts.senders
     return HostBytes(
@@ -164,7 +164,7 @@ def host_bytes(
         parked=node.trainer * parked,
         offloaded=node.trainer * _offloaded_bytes(facts),
         sent=sent,
-        kept=node.engine * engine_weights if facts.atomic_updates else 0,
+        kept=node.engine * engine_weights if facts.config.engine.atomic_updates else 0,
     )
 
 

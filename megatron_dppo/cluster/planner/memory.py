@@ -81,7 +81,7 @@ def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
     if facts.trainer.fp8:
         layout = facts.trainer.layout
         quantised = _FP8_COPIES * linear_elements(facts.trainer.shape, layout, stage)
-    sends_weights = facts.engine.servers > 0 and not facts.schedule.is_colocated
+    sends_weights = facts.engine.started > 0 and not facts.schedule.is_colocated
     return RankBytes(
         stage=stage,
         state=state_bytes(facts.trainer, stage),

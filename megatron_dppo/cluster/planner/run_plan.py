@@ -96,17 +96,17 @@ class RunPlan:
     def gpu_idle(self) -> float:
         """Share of time that the GPUs of trainer and servers wait; 0 without servers or if the time is unknown."""
         engine = self.facts.engine
-        if self.seconds is None or not engine.servers:
+        if self.seconds is None or not engine.started:
             return 0.0
         ranks = self.facts.trainer.layout.world_size
-        return self.seconds.gpu_idle(ranks, engine.servers * engine.gpus)
+        return self.seconds.gpu_idle(ranks, engine.started * engine.layout.tensor)
 
     @property
     def gpus(self) -> int:
         """The number of GPUs that train or serve; a GPU that does both counts once."""
         ranks = self.facts.trainer.layout.world_size
         engine = self.facts.engine
-        serving = engine.servers * engine.gpus
+        serving = engine.started * engine.layout.tensor
         if self.facts.schedule.is_colocated:
             return max(ranks, serving)
         return ranks + serving
@@ -149,7 +149,7 @@ class RunPlan:
         text = f"{name}, {seconds / self.seconds.total:.0%} of a step"
         engine = self.engine
         if name == "generation" and engine is not None:
-            requests = self.facts.rollout.responses // self.facts.engine.servers
+            requests = self.facts.rollout.responses // self.facts.engine.started
             if engine.sequences < requests:
                 text += f"; {engine.sequences} of a server's {requests} sequences run at once (KV cache)"
         return text
@@ -157,7 +157,7 @@ class RunPlan:
 
 def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> RunPlan:
     """Plan the run ``facts`` on ``cluster``; ``storage``: bytes/s of the shared file system."""
-    nodes, misplaced = host_memory.node_roles(facts.roles, cluster)
+    nodes, misplaced = host_memory.node_roles(facts.spec.roles, cluster)
     ranks = tuple(memory.rank_bytes(facts, stage) for stage in range(facts.trainer.layout.pipeline))
     columns = batch_memory.column_bytes(facts.trainer.shape, facts.rollout)
     transfers = traffic(facts, cluster.device, storage)
@@ -190,7 +190,7 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
         too_large += _base_gpu_faults(facts, ranks, engine, cluster)
     # If the servers can't hold the model, the time of generation is unknown.
     seconds = None
-    if engine is not None or not facts.engine.servers:
+    if engine is not None or not facts.engine.started:
         seconds = step_seconds(facts, cluster, transfers)
     return RunPlan(
         facts=facts,
@@ -217,7 +217,7 @@ def _engine_memory(
     """
     engine = facts.engine
     shape = facts.trainer.shape
-    if not engine.servers:
+    if not engine.started:
         return None, []
     try:
         check_engine_layout(shape, engine.layout)
@@ -262,9 +262,9 @@ def _base_gpu_faults(
     cluster: Cluster,
 ) -> Iterator[str]:
     """Report a server that starts on a rank's GPU (``sglang.base_gpu_id``) if the GPU's memory cannot hold both."""
-    first_device = facts.roles.first_device
+    first_device = facts.spec.roles.first_device
     # The ranks have the first devices, one device each.
-    if engine is None or first_device is None or first_device >= facts.roles.ranks:
+    if engine is None or first_device is None or first_device >= facts.spec.roles.ranks:
         return
     rank = max(rank.total for rank in ranks)
     server = engine.weights + max(0, engine.kv_pool)
@@ -308,16 +308,16 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     try:
         # One tensor-parallel rank, all pipeline stages.
         bytes_per_rank = server_memory.weight_bytes(
-            trainer.shape, engine.layout, quantized=engine.quantized
+            trainer.shape, engine.layout, quantized=engine.is_quantized
         )
     except ModelError:
         # The engine rejects this layout, so that the servers' bytes are unknown. Another check reports the layout.
         bytes_per_rank = 0
-    server_weights = engine.layout.tensor * bytes_per_rank if engine.servers else 0
+    server_weights = engine.layout.tensor * bytes_per_rank if engine.started else 0
     activations = activation_bytes(trainer, 0).saved
     summary = (
         f"memory: {rank_count} ranks, each of weights {gib(states[0].weights)}, gradients {gib(states[0].gradients)}, "
-        f"optimizer {gib(states[0].optimizer)}, activations up to {gib(activations)}; {engine.servers} servers with "
+        f"optimizer {gib(states[0].optimizer)}, activations up to {gib(activations)}; {engine.started} servers with "
         f"weights of {gib(server_weights)}"
     )
     if gpu:
@@ -329,11 +329,11 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
         judged = f"judged as {device.name} of {gib(device.memory)}"
         return StartCheck(plan_run(facts, cluster).too_large, f"{summary}; {judged}")
     state_of_stages = sum(state.total + state.offloaded for state in states)
-    total = state_of_stages * trainer.layout.stage_ranks + engine.servers * server_weights
+    total = state_of_stages * trainer.layout.stage_ranks + engine.started * server_weights
     if total <= machine.memory_bytes:
         return StartCheck(summary=summary)
     fault = (
-        f"memory: weights, gradients and optimizer of {rank_count} ranks and the weights of {engine.servers} servers "
+        f"memory: weights, gradients and optimizer of {rank_count} ranks and the weights of {engine.started} servers "
         f"take {gib(total)}, this machine has {gib(machine.memory_bytes)}"
     )
     return StartCheck([fault], summary)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron_dppo.cluster.planner import devices
-from megatron_dppo.cluster.planner.facts import EngineFacts, RolloutFacts
+from megatron_dppo.cluster.planner.facts import RolloutFacts
 from megatron_dppo.model import mapping
 from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout
 from megatron_dppo.model.families import engine_layer_counts, family_of
 from megatron_dppo.model.quantization import stored_bytes
 from megatron_dppo.model.rows import EngineRow
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
+from megatron_dppo.spec import ServersSpec
 
 _ITEM = 2
 """Bytes of a bf16 element."""
@@ -84,7 +85,7 @@ def _tensor_bytes(row: EngineRow, shape: ModelShape, ranks: int, quantized: bool
     return stored_bytes(row.sources[0].name, dims, item_bytes, quantized=quantized)
 
 
-def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
+def kv_bytes_per_token(shape: ModelShape, engine: ServersSpec) -> int:
     """Return the bytes of a token in the KV cache on one GPU.
 
     The formula is 2 x layers with attention x key-value heads of the rank (at least one) x head size x bytes of an
@@ -92,10 +93,11 @@ def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
     rotated part of the key) x bytes of an element (``MLATokenToKVPool``).
     """
     layers = shape.attention_layers
-    return layers * shape.cached_elements(engine.layout.attention_tensor) * engine.kv_bytes
+    item_bytes = 1 if str(engine.options.get("kv_cache_dtype", "auto")).startswith("fp8") else 2
+    return layers * shape.cached_elements(engine.layout.attention_tensor) * item_bytes
 
 
-def state_bytes(shape: ModelShape, engine: EngineFacts) -> int:
+def state_bytes(shape: ModelShape, engine: ServersSpec) -> int:
     """Return the bytes of one recurrent state of a sequence on one GPU (SGLang's ``MambaPool``).
 
     In each layer with a delta net, the state has the matrices of the rank's heads, fp32, and the convolution's inputs
@@ -109,7 +111,7 @@ def state_bytes(shape: ModelShape, engine: EngineFacts) -> int:
     return layers * bytes_per_layer // engine.layout.attention_tensor
 
 
-def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
+def default_fraction(device: devices.Device, engine: ServersSpec) -> float:
     """Return the ``mem_fraction_static`` that SGLang 0.5.23 chooses (``arg_groups/memory_hook.py``).
 
     SGLang keeps this number of MiB free: 512 + 1.5 x chunked prefill (at least 2048) + 128 x TP + 2 g, where g is
@@ -121,7 +123,7 @@ def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
     graph_batch = 256
     if engine.layout.tensor >= 4 or memory_mib >= 160 * 1024:
         graph_batch = 512
-    reserved_mib = 512 + 1.5 * max(chunk, 2048) + 128 * engine.gpus + 2 * graph_batch
+    reserved_mib = 512 + 1.5 * max(chunk, 2048) + 128 * engine.layout.tensor + 2 * graph_batch
     replicas = engine.layout.attention_replicas
     if replicas > 1:
         factor = 1.5 if graph_batch > 300 else 1
@@ -131,17 +133,18 @@ def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
     return round((memory_mib - reserved_mib) / memory_mib, 3)
 
 
-def chunk_tokens(engine: EngineFacts, device: devices.Device) -> int:
+def chunk_tokens(engine: ServersSpec, device: devices.Device) -> int:
     """Return the tokens in one chunk of a prefill: the configured number, or the number that SGLang chooses."""
-    if engine.chunked_prefill:
-        return engine.chunked_prefill
+    configured: int | None = engine.options.get("chunked_prefill_size")
+    if configured:
+        return configured
     if device.memory >= 160 * 1024 * devices.MIB:
         return 2 * _CHUNKED_PREFILL
     return _CHUNKED_PREFILL
 
 
 def engine_bytes(
-    shape: ModelShape, engine: EngineFacts, rollout: RolloutFacts, device: devices.Device
+    shape: ModelShape, engine: ServersSpec, rollout: RolloutFacts, device: devices.Device
 ) -> EngineBytes:
     """Return the bytes on one GPU of a server, and the sequences that run on the server at once.
 
@@ -152,9 +155,9 @@ def engine_bytes(
     (``mem_cache/kv_cache_configurator.py``). Each attention replica has its own pool, and its share of a configured
     ``max_running_requests``.
     """
-    weights = weight_bytes(shape, engine.layout, quantized=engine.quantized)
+    weights = weight_bytes(shape, engine.layout, quantized=engine.is_quantized)
     replicas = engine.layout.attention_replicas
-    fraction = engine.memory_fraction or default_fraction(device, engine)
+    fraction = float(engine.options.get("mem_fraction_static") or default_fraction(device, engine))
     free_bytes = device.memory - devices.CONTEXT
     pool = int(free_bytes * fraction) - weights
     kv_share = max(0, pool)
@@ -163,8 +166,8 @@ def engine_bytes(
     tokens = kv_share // kv_bytes_per_token(shape, engine)
     context = rollout.longest_prompt + rollout.longest_response
     # ``limit`` is the largest number of running requests of one replica.
-    if engine.max_running:
-        limit = max(1, engine.max_running // replicas)
+    if most_running := engine.options.get("max_running_requests"):
+        limit = max(1, most_running // replicas)
     else:
         limit = min(_MOST_RUNNING, max(_FEW_RUNNING, 512 * tokens // context))
     if shape.delta is not None:

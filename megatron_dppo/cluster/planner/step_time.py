@@ -231,13 +231,13 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
     head = head_flops(trainer, rollout)
     training_pass = tokens * (_training_flops(trainer, length) + head.training) / rate * slowdown
     forward_pass = tokens * (forward_flops(trainer.shape, length) + head.forward) / rate * slowdown
-    forward_passes = int(rollout.recompute_pass) + int(trainer.reference)
+    forward_passes = int(facts.spec.algorithm.extra_pass) + int(trainer.reference)
     generation = generation_seconds(facts, cluster)
     update = evaluation = 0.0
-    if facts.engine.servers:
+    if facts.engine.started:
         update = traffic.update_seconds
-    if facts.evaluation is not None:
-        evaluation = evaluation_seconds(facts, cluster) / facts.evaluation.every
+    if facts.evaluated_problems:
+        evaluation = evaluation_seconds(facts, cluster) / facts.config.evaluation.every
     return StepSeconds(
         schedule=facts.schedule,
         generation=generation.steady,
@@ -248,7 +248,7 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
         switch=switch_seconds(facts, cluster.device),
         update=update,
         exchange=exchange_seconds(facts),
-        checkpoint=traffic.checkpoint_seconds / facts.checkpoint_every,
+        checkpoint=traffic.checkpoint_seconds / facts.config.checkpoint.every,
         evaluation=evaluation,
         mean_response=generation.mean_response,
         last_response=generation.last_response,

@@ -63,7 +63,7 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
     if trainer.trained is not None:
         trained_elements = trainer.trained.elements(trainer.shape)
     state_bytes = trainer.checkpoint_bytes(trained_elements)
-    if facts.updates_adapters:
+    if facts.spec.model.sends_adapters:
         update_bytes = gathered_bytes = trained_elements * trainer.item_bytes
         buckets = 1
         seconds = 2 * update_bytes / storage
@@ -86,7 +86,7 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
 def _sent_bytes(facts: RunFacts) -> int:
     """Return the bytes of all weights as servers receive them: the trainer's dtype, or block FP8."""
     item_bytes = facts.trainer.item_bytes
-    if not facts.engine.quantized:
+    if not facts.engine.is_quantized:
         return parameter_count(facts.trainer.shape) * item_bytes
     total = 0
     for name, dims in hf_tensors(facts.trainer.shape).items():

@@ -119,7 +119,7 @@ def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
         # The rank that receives a bucket's shards sends the bucket to the engines.
         for tensor in bucket.tensors:
             sent_bytes[bucket.receiver] += stored_bytes(
-                tensor.name, tensor.shape, item_bytes, quantized=facts.engine.quantized
+                tensor.name, tensor.shape, item_bytes, quantized=facts.engine.is_quantized
             )
     tensors = 0
     gathered_elements = 0

@@ -32,7 +32,6 @@ from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
 from megatron_dppo.cluster.planner.facts import (
     ON_POLICY,
     STALE,
-    EvaluationFacts,
     RunFacts,
     facts_of,
     rank_parameters,
@@ -502,8 +501,9 @@ def test_communicators_by_hand():
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_an_algorithm_needs_is_what_its_row_says(name):
     row = algorithm_facts(name)
-    rollout = facts_of(recipe("qwen3_30b_a3b_base", f"algorithm.name={name}"), MOE).rollout
-    assert rollout.recompute_pass == (
+    run = facts_of(recipe("qwen3_30b_a3b_base", f"algorithm.name={name}"), MOE)
+    rollout = run.rollout
+    assert run.spec.algorithm.extra_pass == (
         row.needs_recomputed or row.needs_recomputed_distribution or name in ("m2po", "m2po-areal")
     )
     assert rollout.topk == (MOE.vocab_size if row.preset.whole_vocabulary else row.topk)
@@ -537,19 +537,19 @@ def test_an_algorithm_that_nobody_knows_is_refused(capsys, monkeypatch):
 
 
 def test_trainers_and_servers_of_four_nodes():
-    nodes, faults = node_roles(facts().roles, H100)
+    nodes, faults = node_roles(facts().spec.roles, H100)
     assert faults == []
     assert [(n.trainer, n.engine, n.servers, n.idle) for n in nodes] == [
         (8, 0, (), 0), (8, 0, (), 0), (0, 8, (0, 1), 0), (0, 8, (2, 3), 0),
     ]  # fmt: skip
     half = facts("qwen3_30b_a3b_base", "parallel.world_size=4", "parallel.expert=4", "engine.servers=3",
                "sglang.tp_size=3")  # fmt: skip
-    nodes, _ = node_roles(half.roles, Cluster(DEVICES["h100"], 2))
+    nodes, _ = node_roles(half.spec.roles, Cluster(DEVICES["h100"], 2))
     assert [(n.trainer, n.engine, n.servers, n.idle) for n in nodes] == [
         (4, 3, (0,), 1),
         (0, 6, (1, 2), 2),
     ]
-    nodes, faults = node_roles(facts().roles, Cluster(DEVICES["h100"], 3))
+    nodes, faults = node_roles(facts().spec.roles, Cluster(DEVICES["h100"], 3))
     assert nodes == ()
     assert faults[0].startswith("devices: 16 ranks")
 
@@ -596,7 +596,7 @@ def test_every_rank_copies_its_share_of_a_checkpoint():
 def test_senders_keep_what_they_sent_where_updates_send_only_changes():
     run = facts()
     plain = plan_run(run, H100)
-    changes = plan_run(replace(run, changes_only=True), H100)
+    changes = plan_run(facts("qwen3_30b_a3b_base", "weight_sync.changes_only=true"), H100)
     assert not any(host.sent for host in plain.hosts)
     sent = [host.sent for host in changes.hosts]
     assert max(sent) <= changes.traffic.update <= sum(sent)
@@ -609,7 +609,7 @@ def test_senders_keep_what_they_sent_where_updates_send_only_changes():
 def test_servers_keep_an_update_until_its_end_where_updates_are_atomic():
     run = facts()
     plain = plan_run(run, H100)
-    atomic = plan_run(replace(run, atomic_updates=True), H100)
+    atomic = plan_run(facts("qwen3_30b_a3b_base", "engine.atomic_updates=true"), H100)
     kept = [host.kept for host in atomic.hosts]
     assert kept == [node.engine * atomic.engine.weights for node in atomic.nodes]
     assert any(kept)
@@ -624,7 +624,9 @@ def test_evaluation_is_the_generation_of_its_responses(tmp_path):
     words = ["evaluation.every=5", "evaluation.samples_per_prompt=32"]
     held_out = f"data.evaluation={{a: {sets[0]}, b: {sets[1]}}}"
     evaluated = facts("qwen3_30b_a3b_base", held_out, *words)
-    assert evaluated.evaluation == EvaluationFacts(60, 32, evaluated.rollout.longest_response, 5)
+    assert evaluated.evaluated_problems == 60
+    assert evaluated.rollout.longest_evaluated == evaluated.rollout.longest_response
+    assert evaluated.config.evaluation.samples_per_prompt == 32
     batch = (
         "rollout.prompts_per_step=60",
         "rollout.group_size=32",
@@ -633,7 +635,7 @@ def test_evaluation_is_the_generation_of_its_responses(tmp_path):
     alike = step_seconds(facts("qwen3_30b_a3b_base", *batch), H100, traffic(evaluated, H100.device))
     plan = plan_run(evaluated, H100)
     assert plan.seconds.evaluation == (alike.generation + alike.tail) / 5 > 20
-    without_evaluation = plan_run(replace(evaluated, evaluation=None), H100).seconds
+    without_evaluation = plan_run(replace(evaluated, evaluated_problems=0), H100).seconds
     assert plan.seconds.total == pytest.approx(without_evaluation.total + plan.seconds.evaluation)
     shorter = facts("qwen3_30b_a3b_base", held_out, *words, "evaluation.max_response_tokens=2048")
     assert 0 < plan_run(shorter, H100).seconds.evaluation < plan.seconds.evaluation / 2
@@ -898,7 +900,7 @@ def test_prompts_of_a_server_over_nodes():
     """Two passes have 8,192 tokens and 64 prompts each: 97 x 8,192 x 4,096 bytes twice, and 64 x 303,872 bytes."""
     run = facts("qwen3_30b_a3b_base", "sglang.tp_size=16")
     rollout = replace(run.rollout, prompts=128, mean_prompt=128.0)
-    run = replace(run, rollout=rollout, engine=replace(run.engine, servers=1))
+    run = replace(run, rollout=rollout, engine=replace(run.engine, started=1))
     over, inside = (Cluster(DEVICES["h100"], n, 16 // n, network_latency=1e-5) for n in (2, 1))
     difference = prefill_seconds(run, over) - prefill_seconds(run, inside)
     assert difference == pytest.approx(2 * (6_120_944_640 / 280e9 + 98 * 2 * 1e-5))

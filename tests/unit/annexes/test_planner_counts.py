@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.cluster.planner.activations import layer_bytes
-from megatron_dppo.cluster.planner.facts import EngineFacts, Trained, rank_parameters, trainer_facts
+from megatron_dppo.cluster.planner.facts import Trained, rank_parameters, trainer_facts
 from megatron_dppo.cluster.planner.server_memory import (
     kv_bytes_per_token,
     state_bytes,
@@ -25,6 +25,7 @@ from megatron_dppo.model.families import FAMILIES, load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import engine_parameters, local_parameters
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.spec import ServersSpec
 from tests.distributed.test_trainer_parity import run_config
 from tests.planted_families import mixed_family, planted
 from tests.tiny_models import save_tiny_model
@@ -74,7 +75,7 @@ def test_the_weights_of_an_engine_s_rank_are_counted_by_layer(mixed_layers: Mode
 def test_the_cache_of_attention_and_the_states_of_delta_nets_are_counted() -> None:
     """12 layers have 2 heads of 256 in the cache. 36 have 32 matrices of 128 x 128 in fp32, and 3 tokens of 8192."""
     shape = load_model_shape(NEXT)
-    engine = EngineFacts(1, EngineLayout(4, 4), None, None, None, kv_bytes=2)
+    engine = ServersSpec(1, (), "cuda", EngineLayout(4, 4), {}, 1, (), True, False)
     assert kv_bytes_per_token(shape, engine) == 12 * 2 * 1 * 256 * 2
     state = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
     assert state_bytes(shape, engine) == state // 4
