@@ -238,7 +238,7 @@ class _Checkpoint:
         rollout = self.config.rollout.model_copy(update={"replay_from": None})
         config = self.config.model_copy(update={"model": model, "rollout": rollout})
         spec = RunSpec.of_checked(config)
-        episodes = open_episodes(config, self.data)
+        episodes = open_episodes(config, spec, self.data)
         with ExitStack() as stack:
             if episodes is not None:
                 stack.callback(episodes.pool.close)

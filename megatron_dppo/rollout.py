@@ -97,7 +97,7 @@ def _generate(config: TrainConfig, spec: RunSpec, out: Path) -> int:
     data = RunData(config)
     data.refuse_or_drop(data.bad_answers())
     write_atomically(out / CONFIG_FILE, _config_text(config))
-    episodes = open_episodes(config, data)
+    episodes = open_episodes(config, spec, data)
     with ExitStack() as stack:
         if episodes is not None:
             stack.callback(episodes.pool.close)

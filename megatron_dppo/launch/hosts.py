@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,18 +27,18 @@ from megatron_dppo.config.data_schema import Section
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.process import Runtime
 from megatron_dppo.launch.forked_ranks import shares_imports
-from megatron_dppo.launch.local import rank_command, rank_restarts
+from megatron_dppo.launch.local import rank_command, supervisor_of
 from megatron_dppo.launch.node_ranks import NODE_VARIABLE
 from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, place
 from megatron_dppo.launch.remote_process import MODULE, STOP, RemoteCommand, header
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
+from megatron_dppo.launch.servers import ServerStarts
 from megatron_dppo.launch.srun import node_command
-from megatron_dppo.launch.supervisor import RankFailure, Supervisor, first_failure, keep_previous
+from megatron_dppo.launch.supervisor import RankFailure, first_failure, keep_previous
 from megatron_dppo.logging import configure_logging
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system import processes
-from megatron_dppo.system.lease import NONCE_VARIABLE, START_VARIABLE
+from megatron_dppo.system.lease import START_VARIABLE
 from megatron_dppo.system.network import is_loopback, is_of_one_host, mutual_addresses
 from megatron_dppo.system.secret_variables import is_secret, split_environment, without_secrets
 
@@ -340,34 +341,26 @@ def run_on_hosts(config: TrainConfig, spec: RunSpec, hosts: HostsConfig, module:
     with RunDirectory(config.run.directory) as directory:
         configure_logging(directory.path, None)
         print(placement.table(), flush=True)
-        fleet = None
-        if not spec.rollout.replays:
-            server_python = config.engine.python or python
-
-            def runtime_at(places: Sequence[Host]) -> Runtime:
-                if len(places) > 1:
-                    raise LaunchError(
-                        "sglang.tp_size: a server over several hosts needs Slurm; expected at most "
-                        f"devices_per_host = {hosts.devices_per_host}"
-                    )
-                return Runtime(RemoteLauncher(shell, places[0]), server_python)
-
-            starts = ServerStarts(runtime_at, placement.master_address)
-            fleet = supervised_fleet(config, spec.servers, directory, placement, starts)
-        directory.write_config(config)
-        directory.write_spec(spec)
-        lease = directory.lease
-        variables = {NONCE_VARIABLE: lease.fence.nonce}
-        if fleet is not None:
-            variables |= fleet.rank_variables
+        server_python = config.engine.python or python
         gpus_per_host = hosts.devices_per_host if hosts.has_gpus else 0
-        ranks = RemoteRanks(
+
+        def runtime_at(places: Sequence[Host]) -> Runtime:
+            if len(places) > 1:
+                raise LaunchError(
+                    "sglang.tp_size: a server over several hosts needs Slurm; expected at most "
+                    f"devices_per_host = {hosts.devices_per_host}"
+                )
+            return Runtime(RemoteLauncher(shell, places[0]), server_python)
+
+        starts = None
+        if not spec.rollout.replays:
+            starts = ServerStarts(runtime_at, placement.master_address)
+        ranks_with = partial(
+            RemoteRanks,
             rank_command(module, directory, python),
             directory,
             placement,
             shell,
-            variables,
             forks=shares_imports(placement.ranks_per_host, gpus_per_host),
         )
-        restarts = rank_restarts(config.run, directory, spec.roles)
-        return Supervisor(ranks, fleet, lambda: lease.loss, restarts=restarts).run().code
+        return supervisor_of(config, spec, directory, placement, starts, ranks_with).run().code

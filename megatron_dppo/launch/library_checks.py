@@ -30,9 +30,8 @@ from megatron_dppo.config.forwarded import (
     precision_faults,
 )
 from megatron_dppo.config.layout import missing_weights
-from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.option_values import option_value_faults
-from megatron_dppo.config.schema import AlgorithmConfig, LoraConfig, PolicyConfig
+from megatron_dppo.config.schema import AlgorithmConfig, PolicyConfig
 from megatron_dppo.environments import check_environment, find_environment
 from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.metrics.table import add_metrics
@@ -40,7 +39,7 @@ from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
 from megatron_dppo.model.hf_config import check_transformers_config
-from megatron_dppo.spec import Roles
+from megatron_dppo.spec import ModelSpec, Roles
 from megatron_dppo.system.fork_server import run_forked
 from megatron_dppo.system.gpus import has_megatrons_deep_ep, has_visible_gpu
 from megatron_dppo.system.secret_variables import split_environment
@@ -84,7 +83,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
             for name, term in config.reward.further.items()
         },
         "environment.name": partial(_check_environment, config.environment),
-        "lora.start_from": partial(_check_adapters, config.lora, config.model.hf_checkpoint),
+        "lora.start_from": partial(_check_adapters, config),
         "algorithm.name": partial(_check_algorithm, config.algorithm),
         "tracking.trackers": partial(find_trackers, config.tracking.trackers),
         "tracking.metrics": partial(add_metrics, config.tracking.metrics),
@@ -106,7 +105,7 @@ def check_everything_supervised(config: SupervisedConfig, source: str) -> None:
     _check_all(
         partial(check_supervised_config, config, source),
         source,
-        {"lora.start_from": partial(_check_adapters, config.lora, config.model.hf_checkpoint)},
+        {"lora.start_from": partial(_check_adapters, config)},
         gpu_faults(None),
         library_faults(config.megatron, config.megatron_ddp, config.megatron_optimizer),
         kernel_faults(config.megatron),
@@ -357,16 +356,16 @@ def _check_upload(repository: str | None) -> None:
         )
 
 
-def _check_adapters(lora: LoraConfig, checkpoint: str) -> None:
-    if lora.start_from is None or not lora.rank:
+def _check_adapters(config: PolicyConfig) -> None:
+    start_from = config.lora.start_from
+    if start_from is None or not config.lora.rank:
         return
     from megatron_dppo.checkpoint_conversion.adapters import PeftReader
     from megatron_dppo.model.errors import CheckpointError
 
-    shape = load_model_shape(checkpoint)
-    adapters = adapters_of(lora, shape)
-    assert adapters is not None
+    model = ModelSpec.read(config)
+    assert model.adapters is not None
     try:
-        PeftReader(lora.start_from, adapters, shape).close()
+        PeftReader(start_from, model.adapters, model.shape).close()
     except CheckpointError as error:
         raise ValueError(str(error)) from error

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,20 +17,21 @@ from pathlib import Path
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import PolicyConfig, RunConfig, TrainConfig
 from megatron_dppo.engine.process import Runtime, local_launcher
-from megatron_dppo.fleet.supervision import RestartBudget, SupervisedFleet
+from megatron_dppo.fleet.supervision import RestartBudget
 from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, place
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
 from megatron_dppo.launch.supervisor import (
     RankFailure,
     RankRestarts,
+    Ranks,
     Supervisor,
     failed_at,
     keep_previous,
 )
 from megatron_dppo.logging import TERMINAL_VARIABLE, configure_logging, failure_mark
 from megatron_dppo.metrics.records import RECORDS_FILE
-from megatron_dppo.spec import Roles, RunSpec, ServersSpec
+from megatron_dppo.spec import Roles, RunSpec
 from megatron_dppo.system import interfaces, network
 from megatron_dppo.system.lease import NONCE_VARIABLE, START_VARIABLE
 from megatron_dppo.system.processes import feed, kill_families, start_process
@@ -76,46 +77,74 @@ def run_local(config: PolicyConfig, spec: RunSpec | None, module: str, machine: 
         for server in placement.servers:
             if server.port is not None:
                 _require_free("engine.port", server.host.address, server.port)
-        fleet = None
-        if isinstance(config, TrainConfig) and spec is not None and not spec.rollout.replays:
-            fleet = _fleet(config, spec.servers, directory, placement)
-        directory.write_config(config)
-        if spec is not None:
-            directory.write_spec(spec)
-        lease = directory.lease
-        variables = {NONCE_VARIABLE: lease.fence.nonce}
-        if fleet is not None:
-            variables |= fleet.rank_variables
         outputs = [directory.rank_output(rank) for rank in range(ranks)]
         cores = cores_of_ranks(roles)
         # Import here: ``forked_ranks`` imports this module.
         from megatron_dppo.launch.forked_ranks import ForkedRankGroup, shares_imports
 
-        group: RankGroup
-        if shares_imports(ranks, machine.gpus):
-            group = ForkedRankGroup(
-                module, directory.config, outputs, port, variables, master_host=host, cores=cores
-            )
-        else:
+        def group(variables: Mapping[str, str]) -> RankGroup:
+            if shares_imports(ranks, machine.gpus):
+                return ForkedRankGroup(
+                    module,
+                    directory.config,
+                    outputs,
+                    port,
+                    variables,
+                    master_host=host,
+                    cores=cores,
+                )
             command = rank_command(module, directory)
-            group = RankGroup(command, outputs, port, variables, master_host=host, cores=cores)
-        restarts = rank_restarts(config.run, directory, roles)
-        return Supervisor(group, fleet, lambda: lease.loss, restarts=restarts).run().code
+            return RankGroup(command, outputs, port, variables, master_host=host, cores=cores)
+
+        starts = _server_starts(config, placement)
+        return supervisor_of(config, spec, directory, placement, starts, group).run().code
 
 
-def _fleet(
-    config: TrainConfig, servers: ServersSpec, directory: RunDirectory, placement: Placement
-) -> SupervisedFleet:
-    """Return the servers and the router of this machine, not started."""
+def _server_starts(config: PolicyConfig, placement: Placement) -> ServerStarts | None:
+    """Return how servers start on this machine; None for a run without servers."""
+    if not isinstance(config, TrainConfig) or config.rollout.replay_from is not None:
+        return None
     python = config.engine.python or sys.executable
     if shutil.which(python) is None:
         raise LaunchError(f"engine.python: got {python!r}, expected a Python interpreter")
     runtime = Runtime(local_launcher(config.engine), python)
-    starts = ServerStarts(lambda hosts: runtime, placement.master_address)
-    return supervised_fleet(config, servers, directory, placement, starts)
+    return ServerStarts(lambda hosts: runtime, placement.master_address)
 
 
-def rank_restarts(run: RunConfig, directory: RunDirectory, roles: Roles) -> RankRestarts:
+def supervisor_of(
+    config: PolicyConfig,
+    spec: RunSpec | None,
+    directory: RunDirectory,
+    placement: Placement,
+    starts: ServerStarts | None,
+    ranks_with: Callable[[Mapping[str, str]], Ranks],
+) -> Supervisor:
+    """Write the configuration and its facts, and return the supervisor of the run, which has started nothing.
+
+    Args:
+        config: the configuration.
+        spec: the facts of a run of reinforcement learning; None for a supervised run.
+        directory: the run's folder, under the run's lease.
+        placement: the hosts of ranks, servers and router.
+        starts: how servers start; None for a run without servers.
+        ranks_with: takes the environment variables that every rank needs, and returns the ranks.
+    """
+    variables = {NONCE_VARIABLE: directory.lease.fence.nonce}
+    fleet = None
+    if starts is not None:
+        assert isinstance(config, TrainConfig)
+        assert spec is not None
+        fleet = supervised_fleet(config, spec.servers, directory, placement, starts)
+        variables |= fleet.rank_variables
+    directory.write_config(config)
+    if spec is not None:
+        directory.write_spec(spec)
+    restarts = _rank_restarts(config.run, directory, Roles.of(config))
+    lease = directory.lease
+    return Supervisor(ranks_with(variables), fleet, lambda: lease.loss, restarts=restarts)
+
+
+def _rank_restarts(run: RunConfig, directory: RunDirectory, roles: Roles) -> RankRestarts:
     """Return the object that restarts the ranks of the run in ``directory``, under the run's lease."""
 
     def begin(number: int) -> None:

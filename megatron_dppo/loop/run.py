@@ -288,7 +288,7 @@ class Run:
         # Only leaders score responses, so only they need reward workers.
         if self.trainer.topology.is_leader:
             stack.enter_context(self.scorer)
-        self.episodes = open_episodes(config, self.data)
+        self.episodes = open_episodes(config, self.spec, self.data)
         if self.episodes is not None:
             stack.callback(self.episodes.pool.close)
         if self.algorithm.needs_recomputed and config.rollout.max_staleness:

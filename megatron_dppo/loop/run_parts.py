@@ -96,13 +96,13 @@ def generation_job(
     return GenerationJob((), rollout.group_size, sampling, columns, seeds, decode, play)
 
 
-def open_episodes(config: TrainConfig, data: RunData) -> Episodes | None:
+def open_episodes(config: TrainConfig, spec: RunSpec, data: RunData) -> Episodes | None:
     """Return the player of this rank's episodes; None without an environment."""
     environment = config.environment
     turns = data.turns
     if environment.name is None or turns is None:
         return None
-    spec = EnvironmentSpec(
+    environment_spec = EnvironmentSpec(
         environment.name,
         dict(environment.options),
         environment.step_timeout_s,
@@ -111,16 +111,15 @@ def open_episodes(config: TrainConfig, data: RunData) -> Episodes | None:
         sampling={"temperature": config.rollout.temperature, "top_p": config.rollout.top_p},
         policy_format=asdict(data.policy_format),
     )
-    max_response_tokens = max(
-        config.rollout.max_response_tokens, config.evaluation.max_response_tokens or 0
-    )
     # With "answer", an episode continues after a turn that was cut off: the environment answers the turn.
     continues_after_cut = environment.cut_turns == "answer"
     limits = EpisodeLimits(
         environment.max_turns,
-        environment.longest(config.data.max_prompt_tokens, max_response_tokens),
+        spec.rollout.sequence_tokens,
         environment.max_observation_tokens,
         environment.retries,
         continues_after_cut=continues_after_cut,
     )
-    return Episodes(EnvironmentPool(spec, environment.workers), turns, limits, data.reader)
+    return Episodes(
+        EnvironmentPool(environment_spec, environment.workers), turns, limits, data.reader
+    )

@@ -72,11 +72,6 @@ class TokenShare:
             return 2 * self.context_size
         return 1
 
-    @property
-    def pad_multiple(self) -> int:
-        """T must be a multiple of this number."""
-        return self.sequence_multiple * self.sequence_size
-
     def rows(self, cu_seqlens: Tensor) -> Tensor:
         """Return the rows of a pack that this rank's layers compute outside attention.
 

@@ -25,10 +25,10 @@ from megatron_dppo.data.seal import text_digest
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.model.adapters import CHILD
-from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import ParameterKey
-from megatron_dppo.model.layout import Layout, check_layout, raise_faults
+from megatron_dppo.model.layout import check_layout, raise_faults
 from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
+from megatron_dppo.spec import ModelSpec, TrainerSpec
 from megatron_dppo.system.files import sha256_of
 from megatron_dppo.trainer import hf_export, hf_loading, megatron_config, model, platform, step
 from megatron_dppo.trainer.collectives import agree, all_gather_json
@@ -145,11 +145,12 @@ class Trainer:
         """
         self.config = config
         self.stats_spec = stats_spec or step.StatsSpec()
-        self.shape = load_model_shape(config.model.hf_checkpoint)
+        self.shape = ModelSpec.read(config).shape
         sizes = config.parallel.sizes
         check_layout(sizes, self.shape, "parallel.")
         raise_faults(platform.current().layout_faults(sizes, self.shape), "parallel.")
-        self.layout = Layout.of(sizes)
+        spec = TrainerSpec.of(config, self.shape)
+        self.layout = spec.layout
         parallel = config.parallel
         init_distributed(parallel.world_size, parallel.interface, parallel.collective_timeout_s)
         self.topology = init_topology(self.layout)
@@ -188,7 +189,7 @@ class Trainer:
         topology = self.topology
         # Tensor-parallel ranks divide the tokens only with sequence parallelism.
         tp_size, tp_rank = 1, 0
-        if sizes.sequence_parallel(self.shape):
+        if spec.sequence_parallel:
             tp_size = topology.tp_size
             tp_rank = topology.tp_rank
         self.share = TokenShare(topology.cp_size, topology.cp_rank, tp_size, tp_rank)
@@ -204,18 +205,18 @@ class Trainer:
             self.chunks,
             transformer,
             megatron_config.library_values(DDP, config.megatron_ddp),
-            distributed_optimizer=config.distributed_optimizer,
+            distributed_optimizer=spec.distributed_optimizer,
         )
         self.optimizer, self.scheduler = build_optimizer(
             config.optimizer,
             self.ddp_chunks,
             self.dtype,
             megatron_config.library_values(OPTIMIZER, config.megatron_optimizer),
-            distributed=config.distributed_optimizer,
+            distributed=spec.distributed_optimizer,
         )
         self._parker = Parker(self.held_tensors)
         self.step_count = 0
-        self.pad_multiple = self.share.pad_multiple * config.token_multiple
+        self.pad_multiple = spec.token_multiple
         self.micro_batch_multiple = 1
         if self.layout.chunks > 1:
             # The interleaved schedule takes micro-batches in rounds of the pipeline's size.

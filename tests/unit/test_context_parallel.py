@@ -45,13 +45,13 @@ def test_uneven_and_empty_sequences_over_three_ranks() -> None:
 def test_one_rank_holds_everything() -> None:
     assert own_rows(bounds(3, 2), 5, 1, 0).tolist() == [0, 1, 2, 3, 4]
     assert TokenShare().rows(bounds(3, 2)).tolist() == [0, 1, 2, 3, 4]
-    assert (TokenShare().sequence_multiple, TokenShare().pad_multiple) == (1, 1)
+    assert TokenShare().sequence_multiple == 1
 
 
 def test_sequence_parallelism_cuts_a_rank_s_own_rows() -> None:
-    cu_seqlens = bounds(8, 8)  # 16 tokens: a multiple of pad_multiple, 8
+    cu_seqlens = bounds(8, 8)  # 16 tokens: a multiple of 8, which four ranks divide into chunks
     shares = [TokenShare(2, cp, 2, tp) for cp in range(2) for tp in range(2)]
-    assert {(s.sequence_multiple, s.pad_multiple) for s in shares} == {(4, 8)}
+    assert {s.sequence_multiple for s in shares} == {4}
     assert [s.rows(cu_seqlens).tolist() for s in shares] == [
         [0, 1, 6, 7],
         [8, 9, 14, 15],
@@ -107,7 +107,8 @@ def test_recorded_routing_is_laid_out_where_its_tokens_are(share: TokenShare) ->
         trajectory([1, 2], [3, 4, 5], routed_experts=expert_numbers(5)),
         trajectory([1], [2] * 8, routed_experts=expert_numbers(9)),
     ]
-    multiples = {"sequence_multiple": share.sequence_multiple, "pad_multiple": share.pad_multiple}
+    multiple = share.sequence_multiple
+    multiples = {"sequence_multiple": multiple, "pad_multiple": multiple * share.sequence_size}
     whole = pack(sequences, **multiples)
     part = pack(sequences, **multiples, input_rows=share.rows)
     rows = share.rows(whole.cu_seqlens)

@@ -26,7 +26,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.start_checks import StartCheck
 from megatron_dppo.model.engine_layout import check_engine_layout
 from megatron_dppo.model.errors import LayoutError, ModelError
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     """
     gpu = machine.gpus > 0
     try:
-        facts = facts_of(config, load_model_shape(config.model.hf_checkpoint), gpu=gpu)
+        facts = facts_of(config, ModelSpec.read(config).shape, gpu=gpu)
     except (ConfigError, ModelError):
         # The checks of the configuration report files that cannot be read.
         return StartCheck(summary="memory: unknown")

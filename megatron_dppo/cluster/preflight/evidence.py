@@ -21,15 +21,13 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.config.machine import LEAST_OPEN_FILES
-from megatron_dppo.config.schema import LoraConfig, TrainConfig
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.adapters import trained_elements
 from megatron_dppo.model.errors import ModelError
-from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import parameter_count
 from megatron_dppo.model.shape import ITEM_BYTES, checkpoint_bytes
-from megatron_dppo.spec import Roles
+from megatron_dppo.spec import ModelSpec, Roles
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
@@ -78,9 +76,7 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
     The disk must hold the checkpoints to keep, and one checkpoint that is being written.
     """
     sync = config.weight_sync
-    weight_bytes, update_bytes, checkpoint_size = _model_bytes(
-        config.model.hf_checkpoint, config.model.dtype, config.lora
-    )
+    weight_bytes, update_bytes, checkpoint_size = _model_bytes(config)
     pythons = {"trainer": sys.executable}
     extras = {"trainer": "gpu" if gpus else "cpu"}
     if Roles.of(config).servers:
@@ -105,19 +101,18 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
     )
 
 
-def _model_bytes(folder: str, dtype: str, lora: LoraConfig) -> tuple[int, int, int]:
+def _model_bytes(config: TrainConfig) -> tuple[int, int, int]:
     """Return the bytes of the model's weights, of a weight update, and of a checkpoint."""
     try:
-        shape = load_model_shape(folder)
-        trained = trained_elements(shape, adapters_of(lora, shape), routers=lora.train_router)
+        model = ModelSpec.read(config)
     except ModelError:
         # A model that can't be read is no node's fault. The check of the configuration refuses such a model.
         return 0, 0, 0
-    weight_bytes = parameter_count(shape) * ITEM_BYTES[dtype]
-    update_bytes = weight_bytes
-    if updates_adapters(lora):
-        update_bytes = trained * ITEM_BYTES[dtype]
-    return weight_bytes, update_bytes, checkpoint_bytes(trained, dtype)
+    trained = trained_elements(model.shape, model.adapters, routers=config.lora.train_router)
+    item_bytes = ITEM_BYTES[model.dtype]
+    weight_bytes = parameter_count(model.shape) * item_bytes
+    update_bytes = trained * item_bytes if model.sends_adapters else weight_bytes
+    return weight_bytes, update_bytes, checkpoint_bytes(trained, model.dtype)
 
 
 def _pins(extra: str) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ from megatron_dppo.launch import srun
 from megatron_dppo.launch.attempts import Attempt, AttemptBook
 from megatron_dppo.launch.forked_ranks import shares_imports
 from megatron_dppo.launch.library_checks import CHECK
-from megatron_dppo.launch.local import rank_command, rank_restarts
+from megatron_dppo.launch.local import rank_command, supervisor_of
 from megatron_dppo.launch.placement import (
     Allocation,
     Host,
@@ -51,14 +51,13 @@ from megatron_dppo.launch.placement import (
     place,
 )
 from megatron_dppo.launch.run_directory import RunDirectory, is_finished
-from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
+from megatron_dppo.launch.servers import ServerStarts
 from megatron_dppo.launch.slurm_client import SlurmError
 from megatron_dppo.launch.stops import OVERTIME, TIME, Stop, StopRequests
 from megatron_dppo.launch.supervisor import Outcome, Supervisor
 from megatron_dppo.logging import REFUSED, configure_logging
 from megatron_dppo.spec import Roles, RunSpec
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.lease import NONCE_VARIABLE
 from megatron_dppo.system.processes import (
     HEARTBEAT_VARIABLE,
     PATIENCE_VARIABLE,
@@ -460,28 +459,26 @@ class Start:
         config = self.config
         directory = self.directory
         spec = RunSpec.of_checked(config)
-        directory.write_spec(spec)
-        fleet = None
+        starts = None
         if not spec.rollout.replays:
             spares = Spares(placement.unused)
             # Slurm starts the batch process on the first node.
             address = self.job.hosts[0].address
-            server_starts = ServerStarts(self._runtime_at, address, spares.host_now)
-            fleet = supervised_fleet(config, spec.servers, directory, placement, server_starts)
-        lease = directory.lease
-        variables = {} if fleet is None else fleet.rank_variables
-        ranks = srun.SrunRanks(
+            starts = ServerStarts(self._runtime_at, address, spares.host_now)
+        ranks_with = partial(
+            srun.SrunRanks,
             rank_command(MODULE, directory, self.site.container.interpreter),
             directory,
             placement,
             self._form(server=False),
-            {NONCE_VARIABLE: lease.fence.nonce, **variables},
             forks=shares_imports(placement.ranks_per_host, self.job.gpus),
         )
+        supervisor = supervisor_of(config, spec, directory, placement, starts, ranks_with)
+        supervisor.stops = self.stops
         names = [host.name for host in placement.rank_hosts]
-        restarts = rank_restarts(config.run, directory, spec.roles)
-        restarts.obstacle = partial(_lost_nodes, names)
-        return Supervisor(ranks, fleet, lambda: lease.loss, self.stops, restarts)
+        assert supervisor.restarts is not None
+        supervisor.restarts.obstacle = partial(_lost_nodes, names)
+        return supervisor
 
     def _runtime_at(self, hosts: Sequence[Host]) -> Runtime:
         launcher = srun.SrunLauncher(hosts, "server", self._form(server=True))

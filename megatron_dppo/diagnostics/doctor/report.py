@@ -34,7 +34,8 @@ from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.spec import ModelSpec
 
 TENSORS = 8
 """Number of findings about tensors that the report shows; --json has all."""
@@ -223,15 +224,19 @@ class Doctor:
             raise ValueError(f"its weight version is {server.version!r}, expected a number")
         version = int(server.version)
         folder = self._weights.folder(version)
-        shape = load_model_shape(folder)
+        shape = ModelSpec.read(self._config).shape
         dtype = getattr(torch, self._config.model.dtype)
         faults: list[TensorFault] = []
         for rank in range(len(server.ranks)):
             own = RankTensors(server, rank, folder, shape, dtype)
-            faults += tensor_faults(server, rank, own, partial(self._near_tensors, server, rank))
+            faults += tensor_faults(
+                server, rank, own, partial(self._near_tensors, server, rank, shape)
+            )
         return faults
 
-    def _near_tensors(self, server: HeldTensors, rank: int) -> dict[int, RankTensors]:
+    def _near_tensors(
+        self, server: HeldTensors, rank: int, shape: ModelShape
+    ) -> dict[int, RankTensors]:
         """Return the tensors that a rank of ``server`` would hold with the weights of a near version, by version.
 
         Near versions whose weights are not known are left out.
@@ -242,7 +247,7 @@ class Doctor:
             if version in self._weights.folders:
                 folder = self._weights.folder(version)
                 dtype = getattr(torch, self._config.model.dtype)
-                others[version] = RankTensors(server, rank, folder, load_model_shape(folder), dtype)
+                others[version] = RankTensors(server, rank, folder, shape, dtype)
         return others
 
     def _concentration(self) -> list[str]:

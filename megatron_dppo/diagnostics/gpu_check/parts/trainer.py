@@ -35,6 +35,7 @@ from megatron_dppo.diagnostics.gpu_check import (
     tiny_model,
 )
 from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.spec import ModelSpec
 from megatron_dppo.system.network import free_port
 
 if TYPE_CHECKING:
@@ -121,13 +122,13 @@ def _run_pass(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: boo
     from megatron_dppo.trainer.topology import destroy_topology, init_distributed, init_topology
     from megatron_dppo.vocab_parallel import policy_stats
 
-    shape = load_model_shape(folder)
     layout = Layout()
     # Disable apex's kernel: it adds gradients to main_grad, and parameters without DDP have no main_grad.
     megatron_options = {"gradient_accumulation_fusion": False}
     if torch_layers:
         megatron_options |= _NO_FUSION
     config = policy_config(folder, dtype, megatron=megatron_options)
+    shape = ModelSpec.read(config).shape
     init_distributed(1)
     init_topology(layout)
     platform.seed_everything(0)
@@ -206,7 +207,7 @@ def full_layer(bench: Bench) -> Iterator[CheckRow]:
 
     checkpoint = random_model(bench.folder / "checkpoint", config)
     policy = policy_config(checkpoint, "bfloat16", training={"micro_batch_tokens": sum(lengths)})
-    shape = load_model_shape(checkpoint)
+    shape = ModelSpec.read(policy).shape
     facts = trainer_facts(policy, shape, 1, max(lengths), gpu=bench.gpus > 0)
     # The planner knows Transformer Engine's layers on GPUs and torch's layers on CPUs.
     is_planned = bench.gpus == 0 or platform.has_transformer_engine()
