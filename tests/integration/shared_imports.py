@@ -13,6 +13,7 @@ import psutil
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.launch import forked_ranks
+from megatron_dppo.model.errors import ModelError
 from megatron_dppo.system.fork_server import SharedForkServers
 
 
@@ -35,7 +36,10 @@ def share_imports(
     except ConfigError:
         return servers
     with mock.patch.dict(os.environ, environment, clear=True), open(os.devnull, "wb") as file:
-        forked_ranks.share_imports(servers, loaded, file.fileno())
+        try:
+            forked_ranks.share_imports(servers, loaded, file.fileno())
+        except (ConfigError, ModelError):
+            return servers
     servers.wait_until_ready()
     return servers
 

@@ -265,6 +265,7 @@ def update_three_times(config_json: str, exported: str) -> list[list[str]]:
     """On a rank: return the servers in each of three updates. engine0 fails in update 2; update 3 has changed
     weights."""
     from megatron_dppo.loop.engine_session import EngineSession
+    from megatron_dppo.spec import RunSpec
     from megatron_dppo.trainer.trainer import Trainer
 
     config = TrainConfig.model_validate_json(config_json)
@@ -287,7 +288,7 @@ def update_three_times(config_json: str, exported: str) -> list[list[str]]:
     for chunk in trainer.chunks:
         for parameter in chunk.parameters():
             parameter.data.mul_(1.25)
-    with Session(config, trainer, stop=lambda: False) as session:
+    with Session(config, RunSpec.of_checked(config), trainer, stop=lambda: False) as session:
         session.connect()
         for version in (1, 2, 3):
             failing[:] = ["engine0"] if version == 2 else []
