@@ -148,7 +148,7 @@ def _head(plan: RunPlan) -> Iterable[str]:
     yield (
         f"{trainer.shape.family}, {parameter_count(trainer.shape) / 1e9:.2f} B parameters, on {cluster.nodes} x "
         f"{cluster.gpus_per_node} {cluster.device.name}; trainer {trainer.layout.describe()}, recompute "
-        f"{trainer.recompute}, {'distributed' if trainer.distributed else 'plain'} optimizer"
+        f"{trainer.recompute}, {'distributed' if trainer.distributed_optimizer else 'plain'} optimizer"
     )
     yield (
         f"A step: {rollout.responses:,} responses, {rollout.tokens / 1e6:.1f} M tokens at {rollout.mean_prompt:.0f} + "

@@ -277,16 +277,13 @@ class AdamFacts:
 
 
 @dataclass(frozen=True)
-class TrainerFacts:
+class TrainerFacts(TrainerSpec):
     """The facts of the trainer.
 
     Attributes:
         shape: the model.
-        layout: the parallel layout.
-        sequence_parallel: whether tensor-parallel ranks divide the tokens between the linear layers.
         dtype: dtype of weights and activations.
         recompute: ``training.recompute``.
-        distributed: whether the optimizer is distributed.
         tokens: tokens of the longest micro-batch. A sequence longer than the token budget is alone in a micro-batch.
         micro_batches: micro-batches of one replica in one optimiser step.
         exchange: how context-parallel ranks exchange keys and values for attention, ``p2p`` or ``a2a``.
@@ -302,11 +299,8 @@ class TrainerFacts:
     """
 
     shape: ModelShape
-    layout: Layout
-    sequence_parallel: bool
     dtype: str
     recompute: str
-    distributed: bool
     tokens: int
     micro_batches: int
     exchange: str
@@ -555,12 +549,10 @@ def trainer_facts(
     tokens = max(config.training.micro_batch_tokens, longest_sequence)
     fp32_gradients = config.megatron_ddp.get("grad_reduce_in_fp32", True)
     return TrainerFacts(
+        **vars(spec),
         shape=shape,
-        layout=spec.layout,
-        sequence_parallel=spec.sequence_parallel,
         dtype=dtype,
         recompute=config.training.recompute,
-        distributed=spec.distributed_optimizer,
         tokens=ceil_to(tokens, spec.token_multiple),
         micro_batches=micro_batches,
         exchange=str(config.megatron.get("cp_comm_type") or "p2p"),

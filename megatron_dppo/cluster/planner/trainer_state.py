@@ -72,7 +72,7 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
     padded_sizes: list[int] = []
     shard_sizes: list[int] = []
     for counts, replicas in _groups(parameters, trainer.layout):
-        if trainer.distributed:
+        if trainer.distributed_optimizer:
             size = _buffer_elements(counts, replicas)
             shard_sizes.append(size // replicas)
         else:
