@@ -164,20 +164,20 @@ def _shard_plan(facts: RunFacts) -> ShardPlan:
     return shard_plan(
         facts.trainer.shape,
         facts.trainer.layout,
-        [facts.engine.layout] * facts.engine.servers,
+        [facts.engine.layout] * facts.engine.started,
         min(facts.bucket_bytes, _SHARD_BYTES),
         facts.trainer.item_bytes,
-        quantized=facts.engine.quantized,
+        quantized=facts.engine.is_quantized,
     )
 
 
 def _shard_faults(plan: ShardPlan, facts: RunFacts) -> Iterator[str]:
     """Report an element of an engine tensor that does not arrive exactly once."""
     engine = facts.engine
-    servers = [engine.layout] * engine.servers
+    servers = [engine.layout] * engine.started
     trainer = facts.trainer
     try:
-        prove_shards(plan, trainer.shape, trainer.layout, servers, quantized=engine.quantized)
+        prove_shards(plan, trainer.shape, trainer.layout, servers, quantized=engine.is_quantized)
     except ProofError as error:
         yield str(error)
 
