@@ -112,11 +112,11 @@ def test_what_engines_keep_arrives_in_the_layouts_of_the_recipes(recipe):
     shape = load_model_shape(ROOT / "examples" / "model_configs" / name)
     facts = facts_of(config, shape)
     layout, engine = facts.trainer.layout, facts.engine
-    servers = [engine.layout] * engine.servers
+    servers = [engine.layout] * engine.started
     if shape.is_moe:
         shape = replace(shape, num_experts=max(layout.expert, engine.layout.expert))
-    plan = shard_plan(shape, layout, servers, 64 * MIB, 2, quantized=engine.quantized)
-    prove_shards(plan, shape, layout, servers, quantized=engine.quantized)
+    plan = shard_plan(shape, layout, servers, 64 * MIB, 2, quantized=engine.is_quantized)
+    prove_shards(plan, shape, layout, servers, quantized=engine.is_quantized)
     assert tuple(plan.received[rank] for rank in range(len(plan.kept))) == plan.kept
     # Stages send their own layers. The ranks of a stage send alike, up to two messages.
     assert max(plan.sent.values()) < 2 * sum(plan.sent.values()) / layout.world_size + 128 * MIB
