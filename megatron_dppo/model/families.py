@@ -74,6 +74,8 @@ class Family:
             matrices, so the server must place them without this loader.
         engine_has_config_dtype: whether SGLang's model makes linears in the type of config.json even if the server has
             another type. Then both types must be equal.
+        cpu_engine: the function (``package.module:name``) that puts PyTorch's functions in place of kernels of SGLang's
+            model; called on a CPU, before the model is loaded. Empty: SGLang's model needs none.
     """
 
     model_type: str
@@ -94,6 +96,7 @@ class Family:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     needs_direct_placement: bool = False
     engine_has_config_dtype: bool = False
+    cpu_engine: str = ""
     embedding: Rule = EMBEDDING
     final_norm: Rule = FINAL_NORM
     output: Rule = OUTPUT

@@ -430,7 +430,7 @@ def test_attention_of_packs_has_sinks_and_windows(window: int | None, has_sinks:
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_engines_attention_has_the_same_sinks(is_causal: bool) -> None:
-    from megatron_dppo.engine.sglang_cpu import attention_sinks
+    from megatron_dppo.families.gpt_oss import cpu_engine
 
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 6, 8) for heads in (4, 2, 2))
@@ -439,9 +439,9 @@ def test_the_engines_attention_has_the_same_sinks(is_causal: bool) -> None:
     options: dict[str, Any] = {"is_causal": True} if is_causal else {"attn_mask": mask}
 
     def attend(**_: Any) -> Tensor:
-        return attention_sinks.attend(query, key, value, scale=0.3, enable_gqa=True, **options)
+        return cpu_engine.attend(query, key, value, scale=0.3, enable_gqa=True, **options)
 
-    output = attention_sinks._with_sinks(attend)(sinks=sinks)
+    output = cpu_engine._with_sinks(attend)(sinks=sinks)
     logits = 0.3 * query @ key.repeat_interleave(2, 1).transpose(2, 3)
     weights = logits.exp() * mask
     shares = weights / (weights.sum(-1, keepdim=True) + sinks.exp().view(1, 4, 1, 1))

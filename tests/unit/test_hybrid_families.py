@@ -21,7 +21,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.config.checks import engine_split_faults
-from megatron_dppo.engine.sglang_cpu import delta_net as engine_delta_net
+from megatron_dppo.families.shared.delta_net import cpu_engine as engine_delta_net
 from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout
 from megatron_dppo.model.errors import LayoutError, UnsupportedModelError
 from megatron_dppo.model.families import (

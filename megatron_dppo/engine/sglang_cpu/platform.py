@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,13 +14,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from megatron_dppo.engine import hooks
 from megatron_dppo.engine.sglang_cpu import (
-    all_heads_norm,
     attention_replicas,
-    attention_sinks,
     block_fp8_layers,
-    delta_net,
     forks,
-    latent_attention,
     local_experts,
     matrix_products,
     pageable_memory,
@@ -30,16 +25,15 @@ from megatron_dppo.engine.sglang_cpu import (
     shared_expert,
     speculation,
 )
+from megatron_dppo.engine.sglang_cpu.replacements import ATTENTION, replace
+from megatron_dppo.model.families import FAMILIES
+from megatron_dppo.system.imports import import_target
 from megatron_dppo.tensor_hash import tiled_hash
 
-ATTENTION = latent_attention.ATTENTION
 SCHEDULER = "sglang.srt.managers.scheduler"
 TERMINATED = "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler"
 LOADING = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
-LATENT_MODELS = frozenset(("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"))
-DELTA_MODELS = frozenset(
-    ("Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
-)
+_ATTENTION_WITH_SINKS = "intel_amx"
 PAUSED_STEP = f"{SCHEDULER}.Scheduler._record_scheduler_state_for_paused_engine"
 
 
@@ -61,7 +55,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The attention kernel computes one sequence at a time, so that no row depends on another row.
         if ATTENTION not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
             add_deterministic_attention_backend_choices([ATTENTION])
-        attention_sinks.admit()
+        _admit_attention_with_sinks()
         forks.fork_processes()
 
     def get_default_attention_backend(self) -> str:
@@ -79,7 +73,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         SGLang calls this method before it makes its memory pools.
         """
         if algorithm == speculation.NGRAM:
-            speculation.use_pytorch(_replace)
+            speculation.use_pytorch(replace)
         return None
 
     def get_speculative_cache_locs_fn(self) -> Any:
@@ -95,7 +89,6 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.layers import sampler
         from sglang.srt.layers.moe import fused_moe_native
         from sglang.srt.layers.quantization import fp8, fp8_utils
-        from sglang.srt.layers.rotary_embedding import factory
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
         from sglang.srt.utils import weight_checker
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -103,19 +96,18 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The capture of routed experts requests page-locked memory, but this needs a device.
         ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
         # SGLang's hash on a CPU, SHA-256, takes ten times as long, and cannot be summed from parts.
-        _replace(weight_checker, "_hash_tensor", tiled_hash)
+        replace(weight_checker, "_hash_tensor", tiled_hash)
         FlattenedTensorBucket.empty = received_buckets.ReceivedBuckets(FlattenedTensorBucket.empty)
-        _replace(batch_invariant_ops, "enable_batch_invariant_mode", matrix_products.enable)
-        _replace(elementwise, "fused_gate_sigmoid_mul_add", shared_expert.add_gated_shared_expert)
+        replace(batch_invariant_ops, "enable_batch_invariant_mode", matrix_products.enable)
+        replace(elementwise, "fused_gate_sigmoid_mul_add", shared_expert.add_gated_shared_expert)
         experts = local_experts.LocalExperts(fused_moe_native.moe_forward_native)
-        _replace(fused_moe_native, "moe_forward_native", experts)
-        _replace(factory, "get_rope_wrapper", latent_attention.get_rope)
-        _replace(sampler, "multinomial_with_seed", sampling.multinomial_with_seed)
+        replace(fused_moe_native, "moe_forward_native", experts)
+        replace(sampler, "multinomial_with_seed", sampling.multinomial_with_seed)
         filtered_sampling = sampling.FilteredSampling(
             sampler.top_k_top_p_min_p_sampling_from_probs_torch
         )
-        _replace(sampler, "top_k_top_p_min_p_sampling_from_probs_torch", filtered_sampling)
-        _replace(fp8_utils, "dispatch_w8a8_block_fp8_linear", block_fp8_layers.dispatch_linear)
+        replace(sampler, "top_k_top_p_min_p_sampling_from_probs_torch", filtered_sampling)
+        replace(fp8_utils, "dispatch_w8a8_block_fp8_linear", block_fp8_layers.dispatch_linear)
         fp8.Fp8MoEMethod.apply = block_fp8_layers.apply_experts
         attention_replicas.use_plain_code()
         # Without this hook a paused scheduler polls in a busy loop, and takes a core from the process that updates its
@@ -130,17 +122,19 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             HookRegistry.apply_hooks()
 
 
-def _replace(module: ModuleType, name: str, replacement: Any) -> None:
-    """Put ``replacement`` in the place of ``module.name``, also in modules of SGLang that have imported the name.
+def _admit_attention_with_sinks() -> None:
+    """Make SGLang accept PyTorch's attention for models with sinks.
 
-    A forked server has imported SGLang's models before its platform is initialised.
+    SGLang's check of such a server has a list of backends with sinks. PyTorch's attention is not in the list, so the
+    check gets the name of a listed backend instead.
     """
-    original = getattr(module, name)
-    for loaded_module in list(sys.modules.values()):
-        if not getattr(loaded_module, "__name__", "").startswith("sglang"):
-            continue
-        if vars(loaded_module).get(name) is original:
-            setattr(loaded_module, name, replacement)
+    from sglang.srt.arg_groups import model_hook, overrides
+
+    def backends(arguments: Any) -> tuple[str, ...]:
+        names = overrides.attention_backends_of(arguments)
+        return tuple(_ATTENTION_WITH_SINKS if name == ATTENTION else name for name in names)
+
+    model_hook.attention_backends_of = backends
 
 
 def _plain_memory(dims: Any, dtype: torch.dtype, device: Any, **_: Any) -> torch.Tensor:
@@ -148,19 +142,11 @@ def _plain_memory(dims: Any, dtype: torch.dtype, device: Any, **_: Any) -> torch
 
 
 def prepare_models(runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace the functions of ``runner``'s model that need a device, before the model is loaded."""
+    """Have the family of ``runner``'s model replace functions that need a device, before the model is loaded."""
     architectures = runner.model_config.hf_config.architectures or []
-    if "MiniMaxM2ForCausalLM" in architectures:
-        from sglang.srt.models import minimax_m2
-
-        for function in (all_heads_norm.rms_sumsq_serial, all_heads_norm.rms_apply_serial):
-            setattr(minimax_m2, function.__name__, function)
-    if DELTA_MODELS.intersection(architectures):
-        delta_net.use_pytorch()
-    if "GptOssForCausalLM" in architectures:
-        attention_sinks.use_sinks()
-    if LATENT_MODELS.intersection(architectures):
-        latent_attention.use_latent_cache()
+    for family in FAMILIES.values():
+        if family.cpu_engine and family.architecture in architectures:
+            import_target(family.cpu_engine)()
 
 
 def sleep_when_paused(result: Any, scheduler: Any) -> None:

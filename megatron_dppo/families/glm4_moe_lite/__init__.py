@@ -40,4 +40,5 @@ FAMILY = Family(
     carries=later_layers,
     engine_keys=_engine_keys,
     attention_replicas=True,
+    cpu_engine=latent_attention.CPU_ENGINE,
 )

@@ -149,4 +149,5 @@ FAMILY = Family(
     engine_keeps_output=True,
     needs_direct_placement=True,
     engine_has_config_dtype=True,
+    cpu_engine="megatron_dppo.families.gpt_oss.cpu_engine:use_sinks",
 )

@@ -65,4 +65,5 @@ FAMILY = Family(
     attention_replicas=True,
     # SGLang's model divides its output matrix among all ranks, even with enable_dp_lm_head.
     output_per_replica=False,
+    cpu_engine="megatron_dppo.families.minimax_m2.cpu_engine:use_pytorch",
 )

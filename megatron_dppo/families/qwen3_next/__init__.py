@@ -42,4 +42,5 @@ FAMILY = Family(
     carries=rows.with_prefix("mtp."),
     engine_keys=delta_net.hybrid_engine_keys,
     attention_replicas=True,
+    cpu_engine=delta_net.CPU_ENGINE,
 )

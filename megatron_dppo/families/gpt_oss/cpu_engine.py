@@ -15,26 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ATTENTION = "torch_native"
-_LISTED = "intel_amx"
-
 _sinks: list[Tensor] = []
 """The sinks of the layer that is being computed, if it has any: at most one tensor."""
-
-
-def admit() -> None:
-    """Make SGLang accept PyTorch's attention for gpt-oss.
-
-    SGLang's check of a gpt-oss server has a list of backends with sinks. PyTorch's attention is not in the list, so the
-    check gets the name of a listed backend instead.
-    """
-    from sglang.srt.arg_groups import model_hook, overrides
-
-    def backends(arguments: Any) -> tuple[str, ...]:
-        names = overrides.attention_backends_of(arguments)
-        return tuple(_LISTED if name == ATTENTION else name for name in names)
-
-    model_hook.attention_backends_of = backends
 
 
 def use_sinks() -> None:

@@ -56,6 +56,7 @@ LATENTS_IN_ENGINE = engine_row(
     layers=_has_query_latent,
 )
 """SGLang's matrix that computes both latents at once."""
+CPU_ENGINE = "megatron_dppo.families.shared.latent_attention.cpu_engine:use_latent_cache"
 
 
 def read_latent_moe(

@@ -1,4 +1,4 @@
-"""Norms over all heads of the queries or keys (MiniMax-M2). SGLang computes these norms in Triton kernels."""
+"""Norms over all heads of the queries or keys. SGLang computes these norms in Triton kernels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import math
 
 import torch
 from torch import Tensor
+
+
+def use_pytorch() -> None:
+    """Put the functions of this module in place of SGLang's functions. Call it before the model is made."""
+    from sglang.srt.models import minimax_m2
+
+    for function in (rms_sumsq_serial, rms_apply_serial):
+        setattr(minimax_m2, function.__name__, function)
 
 
 def rms_sumsq_serial(x1: Tensor, x2: Tensor) -> Tensor:

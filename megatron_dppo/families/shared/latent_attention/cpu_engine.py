@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-ATTENTION = "torch_native"
+from megatron_dppo.engine.sglang_cpu.replacements import ATTENTION, replace
 
 
 def get_rope(
@@ -29,12 +29,14 @@ def get_rope(
 
 
 def use_latent_cache() -> None:
-    """Make PyTorch's attention compute all passes from the cached latents.
+    """Make PyTorch's attention compute all passes from the cached latents, with ``get_rope``.
 
     SGLang's default method for an unregistered backend reads the heads' keys and values. The cache does not have these.
     """
+    from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
+    replace(factory, "get_rope_wrapper", get_rope)
     handlers.AttentionBackendRegistry.register(ATTENTION, _latent_method)
 
 

@@ -109,6 +109,7 @@ GEMMA_FINAL_NORM = replace(
         replace(FINAL_NORM.in_engine[0], name="model.norm.gemma_weight", adds_one=True),
     ),
 )
+CPU_ENGINE = "megatron_dppo.families.shared.delta_net.cpu_engine:use_pytorch"
 
 
 def read_hybrid_moe(facts: ConfigFacts) -> ModelShape:
