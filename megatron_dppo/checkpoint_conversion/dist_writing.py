@@ -303,7 +303,7 @@ def _extra_states(shape: ModelShape) -> Iterable[str]:
             continue
         if p.name.endswith(_WITHOUT_EXTRA_STATE):
             continue
-        # A norm over all heads is a module of ``trainer/all_heads_norm.py``.
+        # A norm over all heads is a module of ``families/shared/all_heads_norm``.
         if shape.norms_all_heads and module.endswith(("q_layernorm", "k_layernorm")):
             continue
         modules = [module]

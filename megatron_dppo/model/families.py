@@ -74,6 +74,9 @@ class Family:
             matrices, so the server must place them without this loader.
         engine_has_config_dtype: whether SGLang's model makes linears in the type of config.json even if the server has
             another type. Then both types must be equal.
+        trainer_layers: the function (``package.module:name``) that gets the specifications of a chunk's layers, and
+            Megatron's configuration, and puts the family's modules in the place of Megatron's. Empty: the family has
+            none.
         cpu_engine: the function (``package.module:name``) that puts PyTorch's functions in place of kernels of SGLang's
             model; called on a CPU, before the model is loaded. Empty: SGLang's model needs none.
     """
@@ -96,6 +99,7 @@ class Family:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     needs_direct_placement: bool = False
     engine_has_config_dtype: bool = False
+    trainer_layers: str = ""
     cpu_engine: str = ""
     embedding: Rule = EMBEDDING
     final_norm: Rule = FINAL_NORM

@@ -42,8 +42,8 @@ from megatron_dppo.model.mapping import LocalParameter
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import lora_modules, platform
 from megatron_dppo.trainer.collectives import first_failure
-from megatron_dppo.trainer.delta_net import in_sections
 from megatron_dppo.trainer.hf_loading import shared_digest
+from megatron_dppo.trainer.sharded_sections import in_sections
 from megatron_dppo.trainer.topology import Topology
 
 

@@ -35,13 +35,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.model.adapters import CHILD
+from megatron_dppo.model.families import family_of
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.shape import Llama3RopeScaling, ModelShape, YarnRopeScaling
 from megatron_dppo.model.splits import padded_vocab_size
+from megatron_dppo.system.imports import import_target
 from megatron_dppo.trainer import platform
-from megatron_dppo.trainer.all_heads_norm import norm_all_heads
 from megatron_dppo.trainer.lora_modules import HeadAdapter
 from megatron_dppo.trainer.megatron_config import megatron_sizes, transformer_config
 from megatron_dppo.vocab_parallel.head import HeadFactor
@@ -187,8 +188,9 @@ def _build_chunk(
 ) -> GPTModel:
     """Build the chunk of the virtual stage ``vp_stage`` (None: the only chunk) with the layers of ``spec``."""
     layer_spec = spec(transformer, vp_stage)
-    if shape.norms_all_heads:
-        norm_all_heads(layer_spec, transformer)
+    change_layers = family_of(shape).trainer_layers
+    if change_layers:
+        import_target(change_layers)(layer_spec, transformer)
     model = GPTModel(
         config=transformer,
         transformer_layer_spec=layer_spec,

@@ -329,25 +329,12 @@ def _te_decoder_spec(config: Any, vp_stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     if config.linear_attention_freq is not None:
-        return _te_hybrid_spec(config, vp_stage)
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as hybrid
+
+        return hybrid.get_transformer_block_with_experimental_attention_variant_spec(
+            config, vp_stage
+        )
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-
-
-def _te_hybrid_spec(config: Any, vp_stage: int | None) -> Any:
-    """Return Megatron-Core's specification of attention and delta-net layers, with ``PackedDeltaNet`` in place of its
-    delta nets."""
-    from megatron.core.models.gpt import experimental_attention_variant_module_specs as hybrid
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-
-    from megatron_dppo.trainer.delta_net import delta_net_spec
-
-    block = hybrid.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
-    for layer in block.layer_specs:
-        attention = layer.submodules.self_attention
-        if attention.module is GatedDeltaNet:
-            linears = attention.submodules
-            layer.submodules.self_attention = delta_net_spec(linears.in_proj, linears.out_proj)
-    return block
 
 
 def _te_recomputed(is_moe: bool) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
-from megatron_dppo.trainer.all_heads_norm import _Norm
+from megatron_dppo.families.shared.all_heads_norm.trainer import _Norm
 from tests.unit.rank_threads import on_ranks
 
 EPS = 1e-5

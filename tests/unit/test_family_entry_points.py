@@ -9,6 +9,7 @@ import pytest
 from megatron_dppo.model.errors import ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.families import FAMILIES, Family, load_model_shape
 from megatron_dppo.system import plugins
+from megatron_dppo.system.imports import import_target
 from tests.ranks import ROOT
 from tests.unit.test_plugins import plant
 
@@ -90,3 +91,24 @@ def test_a_faulty_family_of_another_package_is_named(foreign, entry, module, wor
         _ = FAMILIES[entry.partition(" ")[0]]
     for word in ("rogue", *words):
         assert word in str(caught.value)
+
+
+def test_the_hooks_of_families_are_functions():
+    import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
+
+    hooks = {}
+    for name, family in FAMILIES.items():
+        found = {family.trainer_layers, family.cpu_engine} - {""}
+        assert all(callable(import_target(hook)) for hook in found)
+        hooks[name] = {hook.rpartition(".")[2] for hook in found}
+    hybrid = {"trainer:use_packed_delta_nets", "cpu_engine:use_pytorch"}
+    assert {name: found for name, found in hooks.items() if found} == {
+        "olmoe": {"trainer:norm_all_heads"},
+        "minimax_m2": {"trainer:norm_all_heads", "cpu_engine:use_pytorch"},
+        "deepseek_v3": {"cpu_engine:use_latent_cache"},
+        "glm4_moe_lite": {"cpu_engine:use_latent_cache"},
+        "gpt_oss": {"cpu_engine:use_sinks"},
+        "qwen3_next": hybrid,
+        "qwen3_5_moe": hybrid,
+        "qwen3_5_moe_text": hybrid,
+    }

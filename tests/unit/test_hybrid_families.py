@@ -22,6 +22,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.config.checks import engine_split_faults
 from megatron_dppo.families.shared.delta_net import cpu_engine as engine_delta_net
+from megatron_dppo.families.shared.delta_net.trainer import (
+    PackedDeltaNet,
+    delta_net_spec,
+    packed_convolution,
+    packed_delta_rule,
+)
 from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout
 from megatron_dppo.model.errors import LayoutError, UnsupportedModelError
 from megatron_dppo.model.families import (
@@ -40,12 +46,6 @@ from megatron_dppo.model.mapping import (
 from megatron_dppo.model.resharding import prove_resharding
 from megatron_dppo.model.shape import ModelShape, active_parameters, shape_of_json
 from megatron_dppo.tensor_hash import tiled_hash
-from megatron_dppo.trainer.delta_net import (
-    PackedDeltaNet,
-    delta_net_spec,
-    packed_convolution,
-    packed_delta_rule,
-)
 from megatron_dppo.weight_sync.verification import compare_checksums
 from tests.engine_digests import expected_digests, random_weights
 from tests.unit.test_trainer_config import build as build_config

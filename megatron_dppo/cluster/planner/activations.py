@@ -234,7 +234,7 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
 def with_delta_net(layer: LayerBytes, trainer: TrainerFacts) -> LayerBytes:
     """Convert ``layer`` from the bytes of a layer with attention to the bytes of a layer with a delta net.
 
-    The formula counts the tensors that ``trainer/delta_net.py`` keeps. It was not measured.
+    The formula counts the tensors that ``families/shared/delta_net`` keeps. It was not measured.
 
     - In fp32: the convolution's input, its output, and this output without the zeros between sequences; queries and
       keys before their norms, each twice; the input of the gated norm.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_dppo.families.shared import decoder
-from megatron_dppo.families.shared.all_heads_norm import ALL_HEADS_NORM
+from megatron_dppo.families.shared.all_heads_norm import ALL_HEADS_NORM, TRAINER_LAYERS
 from megatron_dppo.families.shared.sigmoid_router import router_bias
 from megatron_dppo.model.config_facts import ConfigFacts
 from megatron_dppo.model.families import Family
@@ -66,4 +66,5 @@ FAMILY = Family(
     # SGLang's model divides its output matrix among all ranks, even with enable_dp_lm_head.
     output_per_replica=False,
     cpu_engine="megatron_dppo.families.minimax_m2.cpu_engine:use_pytorch",
+    trainer_layers=TRAINER_LAYERS,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_dppo.families.shared.all_heads_norm import ALL_HEADS_NORM
+from megatron_dppo.families.shared.all_heads_norm import ALL_HEADS_NORM, TRAINER_LAYERS
 from megatron_dppo.families.shared.decoder import (
     ATTENTION,
     expert_mlp,
@@ -45,4 +45,5 @@ FAMILY = Family(
     engine_keeps_output=True,
     # SGLang's model norms the heads of one rank with the weights of all heads.
     most_engine_ranks=1,
+    trainer_layers=TRAINER_LAYERS,
 )

@@ -100,6 +100,7 @@ TEXT_FAMILY = Family(
     carries=rows.with_prefix("mtp."),
     engine_keys=_engine_keys,
     engine_options={"disable_shared_experts_fusion": True},
+    trainer_layers=delta_net.TRAINER_LAYERS,
     cpu_engine=delta_net.CPU_ENGINE,
 )
 

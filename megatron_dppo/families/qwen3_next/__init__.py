@@ -42,5 +42,6 @@ FAMILY = Family(
     carries=rows.with_prefix("mtp."),
     engine_keys=delta_net.hybrid_engine_keys,
     attention_replicas=True,
+    trainer_layers=delta_net.TRAINER_LAYERS,
     cpu_engine=delta_net.CPU_ENGINE,
 )

@@ -22,6 +22,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -58,7 +59,6 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.model.layout import LayoutFault, LayoutSizes
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer.context_parallel import gathered_rows
-from megatron_dppo.trainer.delta_net import delta_net_spec
 from megatron_dppo.trainer.padded_batches import PaddingPlan, padding_plan
 from megatron_dppo.trainer.rms_norm import rms_norm
 
@@ -518,10 +518,12 @@ def _latent_attention(provider: TorchSpecProvider, config: TransformerConfig) ->
     return ModuleSpec(MLASelfAttention, {"attn_mask_type": AttnMaskType.causal}, submodules)
 
 
-def _delta_net(provider: TorchSpecProvider, config: TransformerConfig) -> ModuleSpec:
-    return delta_net_spec(
-        provider.column_parallel_layer_norm_linear(), provider.row_parallel_linear()
+def _delta_net(provider: TorchSpecProvider) -> ModuleSpec:
+    submodules = GatedDeltaNetSubmodules(
+        in_proj=provider.column_parallel_layer_norm_linear(),
+        out_proj=provider.row_parallel_linear(),
     )
+    return ModuleSpec(GatedDeltaNet, submodules=submodules)
 
 
 def _layer_spec(
@@ -531,7 +533,7 @@ def _layer_spec(
     # only before a router and before latent attention.
     norm = provider.layer_norm()
     if is_delta:
-        self_attention = _delta_net(provider, config)
+        self_attention = _delta_net(provider)
     elif config.multi_latent_attention:
         self_attention = _latent_attention(provider, config)
     else:

@@ -18,3 +18,4 @@ ALL_HEADS_NORM = (
     ),
 )
 """Norms that span the heads of all tensor-parallel ranks. Each rank has the weights of the heads that it holds."""
+TRAINER_LAYERS = "megatron_dppo.families.shared.all_heads_norm.trainer:norm_all_heads"

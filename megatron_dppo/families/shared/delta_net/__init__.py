@@ -109,6 +109,7 @@ GEMMA_FINAL_NORM = replace(
         replace(FINAL_NORM.in_engine[0], name="model.norm.gemma_weight", adds_one=True),
     ),
 )
+TRAINER_LAYERS = "megatron_dppo.families.shared.delta_net.trainer:use_packed_delta_nets"
 CPU_ENGINE = "megatron_dppo.families.shared.delta_net.cpu_engine:use_pytorch"
 
 

@@ -1,4 +1,4 @@
-"""Gated delta nets (Qwen3-Next) on packed sequences. Megatron-Core's own forward pass rejects packed sequences.
+"""Gated delta nets on packed sequences. Megatron-Core's own forward pass rejects packed sequences.
 
 Parameters and their division among tensor-parallel ranks are Megatron-Core's. The state of a head begins as zero at
 every sequence of a pack. On a GPU with weights in bfloat16, one kernel of the library fla (flash-linear-attention)
@@ -10,27 +10,23 @@ C = 2 K D + V E convolved channels, W tokens of the convolution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import (
-    ReplicaId,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_dppo.trainer.padded_batches import padding_plan
+from megatron_dppo.trainer.sharded_sections import in_sections
 
 _EPSILON = 1e-6
 """Epsilon of the norm of queries and keys. No configuration of a model sets this value."""
@@ -38,6 +34,15 @@ _EPSILON = 1e-6
 # Without fla, Megatron-Core's constructor raises an error. ``PackedDeltaNet`` works without fla, because it has its own
 # forward pass.
 gated_delta_net.HAVE_FLA = True
+
+
+def use_packed_delta_nets(block: TransformerBlockSubmodules, config: TransformerConfig) -> None:
+    """Put a PackedDeltaNet in the place of each delta net of ``block``, with its linears."""
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention
+        if attention.module is GatedDeltaNet:
+            linears = attention.submodules
+            layer.submodules.self_attention = delta_net_spec(linears.in_proj, linears.out_proj)
 
 
 def delta_net_spec(input_linear: type, output_linear: type) -> ModuleSpec:
@@ -148,44 +153,6 @@ class PackedDeltaNet(GatedDeltaNet):
                 sharded, widths, self.tp_size, self.pg_collection.tp.rank()
             )
         return state
-
-
-def in_sections(
-    whole: ShardedTensor, widths: Sequence[int], ranks: int, rank: int
-) -> ShardedTensorFactory:
-    """Place each section of a rank's parameter in the checkpoint's tensor, which is a stack of the whole sections.
-
-    ``widths``: the rows of each section on one rank. ``whole``: the parameter as Megatron-Core divides it, in equal
-    runs of rows.
-    """
-    axis = whole.prepend_axis_num
-
-    def build(
-        key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
-    ) -> list[ShardedTensor]:
-        sections = []
-        start = 0
-        for part, width in zip(tensor.split(list(widths)), widths, strict=True):
-            offset = list(whole.global_offset)
-            # All ranks have equal widths: the whole sections before this section have ``start * ranks`` rows.
-            offset[axis] = start * ranks + rank * width
-            sections.append(
-                ShardedTensor(
-                    key,
-                    part,
-                    part.dtype,
-                    tuple(part.shape),
-                    whole.global_shape,
-                    tuple(offset),
-                    None,
-                    replica_id,
-                    prepend_axis_num=axis,
-                )
-            )
-            start += width
-        return sections
-
-    return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
 
 
 def packed_convolution(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""An RMSNorm of queries, or of keys, over all heads (OLMoE). Megatron-Core's own RMSNorm norms each head separately.
+"""An RMSNorm of queries, or of keys, over all heads. Megatron-Core's own RMSNorm norms each head separately.
 
 The module is the same on CPUs and on GPUs. It has not yet run on a GPU.
 """
