@@ -41,7 +41,7 @@ from megatron_dppo.model.engine_layout import (
     engine_size_faults,
 )
 from megatron_dppo.model.errors import LayoutError
-from megatron_dppo.model.families import family_of
+from megatron_dppo.model.families import FAMILIES, family_of
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.network import url_fault
 
@@ -415,10 +415,11 @@ def quantization_faults(config: schema.TrainConfig, model: ModelShape) -> layout
             f"engine.quantization: got {value} with model.dtype {config.model.dtype}, expected bfloat16: SGLang "
             "computes with FP8 weights in 16 bits only"
         )
-    if model.family not in quantization.FP8_FAMILIES:
+    if not family_of(model).has_fp8_engine:
+        families = sorted(name for name, family in FAMILIES.items() if family.has_fp8_engine)
         yield (
             f"engine.quantization: got {value} for a model of the family {model.family}, expected one of "
-            f"{', '.join(quantization.FP8_FAMILIES)}"
+            f"{', '.join(families)}"
         )
     if updates_adapters(config.lora):
         yield (

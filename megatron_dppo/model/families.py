@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from megatron_dppo.model.rows import (
     routed_layers,
 )
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.tiny_sizes import TinySizes
 from megatron_dppo.system import plugins
 
 ReadShape = Callable[[ConfigFacts], ModelShape]
@@ -39,6 +39,18 @@ EngineKeys = Callable[[ModelShape], Mapping[str, Any]]
 
 def no_keys(shape: ModelShape) -> Mapping[str, Any]:
     """No keys."""
+    return {}
+
+
+TinyValues = Callable[[ModelShape, Mapping[str, Any], TinySizes], Mapping[str, Any]]
+"""Function of a model, the entries of its config.json with tiny sizes, and these sizes. It returns further entries of
+the tiny model's config.json."""
+
+
+def no_tiny_values(
+    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
+) -> Mapping[str, Any]:
+    """No entries."""
     return {}
 
 
@@ -74,6 +86,11 @@ class Family:
             matrices, so the server must place them without this loader.
         engine_has_config_dtype: whether SGLang's model makes linears in the type of config.json even if the server has
             another type. Then both types must be equal.
+        has_fp8_engine: whether a quantised SGLang server holds exactly the tensors of ``quantization.is_quantized`` in
+            FP8.
+        has_head_dim: whether every config.json has the width of a head. If not, the tiny model's hidden size is heads x
+            width of a head.
+        tiny_values: entries of a tiny model's config.json, beside the sizes that all families have.
         trainer_layers: the function (``package.module:name``) that gets the specifications of a chunk's layers, and
             Megatron's configuration, and puts the family's modules in the place of Megatron's. Empty: the family has
             none.
@@ -99,6 +116,9 @@ class Family:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     needs_direct_placement: bool = False
     engine_has_config_dtype: bool = False
+    has_fp8_engine: bool = False
+    has_head_dim: bool = False
+    tiny_values: TinyValues = no_tiny_values
     trainer_layers: str = ""
     cpu_engine: str = ""
     embedding: Rule = EMBEDDING
@@ -143,8 +163,7 @@ class Family:
 class _Families(Mapping[str, Family]):
     """The families by the ``model_type`` in config.json. A family is imported when it is first read.
 
-    ``loaded`` has the imported families. Raises ModelConfigError if an entry point of a family is malformed or names no
-    family, and if two distributions register the same ``model_type``.
+    ``loaded`` has the imported families.
     """
 
     def __init__(self) -> None:
@@ -152,35 +171,34 @@ class _Families(Mapping[str, Family]):
 
     def __getitem__(self, model_type: str) -> Family:
         if model_type not in self.loaded:
-            self.loaded[model_type] = _load_family(_entry_points()[model_type])
+            self.loaded[model_type] = _load_family(model_type)
         return self.loaded[model_type]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_entry_points())
+        return iter(plugins.find_plugins(plugins.FAMILIES))
 
     def __len__(self) -> int:
-        return len(_entry_points())
+        return len(plugins.find_plugins(plugins.FAMILIES))
 
 
 FAMILIES = _Families()
 
 
-def _entry_points() -> dict[str, EntryPoint]:
-    try:
-        return plugins.find_plugins(plugins.FAMILIES)
-    except plugins.PluginError as error:
-        raise ModelConfigError(str(error)) from error
+def _load_family(model_type: str) -> Family:
+    """Import a family.
 
-
-def _load_family(entry: EntryPoint) -> Family:
+    Raises KeyError for an unknown ``model_type``. Raises ModelConfigError if an entry point of a family is malformed or
+    names no family, and if two distributions register the same ``model_type``.
+    """
     try:
+        entry = plugins.find_plugins(plugins.FAMILIES)[model_type]
         family = plugins.load_plugin(entry)
     except plugins.PluginError as error:
         raise ModelConfigError(str(error)) from error
-    if not isinstance(family, Family) or family.model_type != entry.name:
+    if not isinstance(family, Family) or family.model_type != model_type:
         raise ModelConfigError(
             f"entry point {entry.name!r} of group {entry.group!r}: {entry.value!r} is {family!r}, expected a Family "
-            f"with the model_type {entry.name!r}"
+            f"with the model_type {model_type!r}"
         )
     return family
 

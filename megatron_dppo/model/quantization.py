@@ -33,8 +33,6 @@ SCHEME: dict[str, Any] = {
     "weight_block_size": [BLOCK, BLOCK],
 }
 """``quantization_config`` of a config.json."""
-FP8_FAMILIES = ("llama", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Families in which SGLang holds exactly the tensors of ``is_quantized`` in FP8."""
 _MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 """Endings of the names of quantised tensors; w1, w2 and w3 are Mixtral's experts."""
 

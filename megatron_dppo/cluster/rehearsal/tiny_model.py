@@ -14,13 +14,13 @@ from megatron_dppo.cluster.rehearsal.tokenizer import SPECIAL_TOKENS, byte_vocab
 from megatron_dppo.model.families import family_of, language_model_values, load_model_shape
 from megatron_dppo.model.layout import LayoutSizes
 from megatron_dppo.model.quantization import BLOCK
-from megatron_dppo.model.shape import DeltaNet, LatentAttention, ModelShape
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import ceil_to
+from megatron_dppo.model.tiny_sizes import HEAD_DIM, TinySizes
 
 KNOWN_MODELS = EXAMPLES / "model_configs"
 _GUESSED_MOE, _GUESSED_DENSE = "qwen3-30b-a3b-base", "qwen3-1.7b-base"
 """Models of ``KNOWN_MODELS`` that replace an unknown model."""
-HEAD_DIM = 16
 HIDDEN = 64
 _EXPERT_ROWS = 32
 """Rows of an expert on one rank, after the ranks have divided the expert. A dense MLP has twice as many rows."""
@@ -31,42 +31,6 @@ _LEAST_POSITIONS = 512
 _SPARE_POSITIONS = 64
 _DEVIATION = 0.05
 """Standard deviation of the random weights: larger than usual, so that an error in a block shows in the outputs."""
-
-
-@dataclass(frozen=True)
-class TinySizes:
-    """Sizes of the tiny model.
-
-    Attributes:
-        layers: number of layers.
-        heads: number of query heads.
-        groups: number of key-value heads.
-        hidden: hidden size.
-        ffn: width of a dense MLP.
-        experts: number of experts; 0 for a dense model.
-        choices: number of experts of a token.
-        moe_ffn: width of an expert.
-        positions: largest number of positions.
-        head_dim: width of a head.
-    """
-
-    layers: int
-    heads: int
-    groups: int
-    hidden: int
-    ffn: int
-    experts: int
-    choices: int
-    moe_ffn: int
-    positions: int
-    head_dim: int = HEAD_DIM
-
-    def describe(self) -> str:
-        """Describe the sizes in words."""
-        experts = ""
-        if self.experts:
-            experts = f", {self.experts} experts of which a token takes {self.choices}"
-        return f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, {self.groups} key-value heads{experts}"
 
 
 @dataclass(frozen=True)
@@ -139,7 +103,7 @@ def tiny_sizes(
         heads = math.lcm(2 * groups, tensor * layout.context)
     else:
         heads = groups = math.lcm(groups, tensor * layout.context)
-    hidden = HIDDEN if _has_own_head_dim(shape) else heads * HEAD_DIM
+    hidden = HIDDEN if family_of(shape).has_head_dim else heads * HEAD_DIM
     experts = choices = moe_ffn = 0
     if shape.is_moe:
         experts = max(4, 2 * layout.expert)
@@ -169,8 +133,6 @@ def tiny_sizes(
     )
 
 
-_WINDOW = 16
-"""Largest window of attention, in tokens. A rehearsal's sequences are longer, so that the window has an effect."""
 _KERNEL_ROWS = 128
 """Rows of an expert on each rank, for GPU kernels. A dense MLP has twice as many rows."""
 
@@ -191,7 +153,7 @@ def sizes_for_kernels(
         groups = math.lcm(groups, server_ranks)
         heads = math.lcm(heads, groups)
     hidden = 4 * _KERNEL_ROWS
-    if not _has_own_head_dim(shape):
+    if not family_of(shape).has_head_dim:
         hidden = heads * shape.head_dim
     moe_ffn = 0
     if sizes.experts:
@@ -213,18 +175,9 @@ def sizes_for_blocks(
     """Return ``sizes`` for FP8 weights: each of ``server_ranks`` ranks has whole blocks of 128 x 128 elements."""
     wide_sizes = sizes_for_kernels(sizes, layout, shape, server_ranks)
     hidden = wide_sizes.hidden
-    if not _has_own_head_dim(shape):
+    if not family_of(shape).has_head_dim:
         hidden = wide_sizes.heads * BLOCK
     return replace(wide_sizes, head_dim=BLOCK, hidden=hidden)
-
-
-def _has_own_head_dim(shape: ModelShape) -> bool:
-    """Return whether the tiny model's hidden size is independent of its heads.
-
-    In Qwen3 families, every config.json has ``head_dim``. In other families, config.json may have no ``head_dim``, and
-    then hidden = heads x width of a head.
-    """
-    return shape.family.startswith("qwen3")
 
 
 def tiny_config(
@@ -235,6 +188,7 @@ def tiny_config(
     ``own_tokenizer``: whether the tokenizer is the recipe's. Otherwise the file gets the ids of the byte tokenizer.
     """
     values = dict(language_model_values(known_model.values))
+    family = family_of(known_model.shape)
     # Keys that depend on the number of layers, or that transformers writes itself.
     for key in ("layer_types", "max_window_layers", "torch_dtype", "dtype", "transformers_version"):
         values.pop(key, None)
@@ -247,16 +201,11 @@ def tiny_config(
         "max_position_embeddings": sizes.positions,
         "initializer_range": _DEVIATION,
     }
-    if _has_own_head_dim(known_model.shape) or "head_dim" in values:
+    if family.has_head_dim or "head_dim" in values:
         values["head_dim"] = sizes.head_dim
     if sizes.experts:
         values |= _expert_values(values, sizes)
-    if known_model.shape.latent is not None:
-        values |= _latent_sizes(known_model.shape.latent)
-    if known_model.shape.delta is not None:
-        values |= _delta_sizes(known_model.shape.delta, sizes)
-    if known_model.shape.window is not None:
-        values["sliding_window"] = min(_WINDOW, known_model.shape.window.tokens)
+    values |= family.tiny_values(known_model.shape, values, sizes)
     for key in ("rope_scaling", "rope_parameters"):
         table = values.get(key)
         if isinstance(table, Mapping) and "original_max_position_embeddings" in table:
@@ -285,17 +234,8 @@ def _expert_values(values: Mapping[str, Any], sizes: TinySizes) -> dict[str, Any
         "num_experts_per_tok": sizes.choices,
         width_key: sizes.moe_ffn,
     }
-    if "experts_per_token" in values:
-        new_values["experts_per_token"] = sizes.choices
-    if "expert_hidden_dim" in values:
-        new_values["expert_hidden_dim"] = sizes.moe_ffn
     if "shared_expert_intermediate_size" in values:
         new_values["shared_expert_intermediate_size"] = sizes.ffn
-    if "first_k_dense_replace" in values:
-        new_values["first_k_dense_replace"] = min(1, values["first_k_dense_replace"])
-    if "n_group" in values:
-        # With one group, the router selects among all experts.
-        new_values |= {"n_group": 1, "topk_group": 1}
     return new_values
 
 
@@ -311,37 +251,4 @@ def _with_outer_values(known_model: KnownModel, values: Mapping[str, Any]) -> di
     outer_values = {key: values[key] for key in known_model.values if key in values}
     text_values = {key: value for key, value in values.items() if key not in outer_values}
     text_values["model_type"] = known_model.values[table]["model_type"]
-    if "vision_config" in outer_values:
-        outer_values["vision_config"] = {
-            **outer_values["vision_config"],
-            **_VISION_TOWER,
-            "out_hidden_size": values["hidden_size"],
-        }
     return {**outer_values, table: text_values}
-
-
-_VISION_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
-"""Sizes of a vision tower. A rehearsal writes the tower but does not run it."""
-
-
-def _latent_sizes(latent: LatentAttention) -> dict[str, Any]:
-    """Return the sizes of latent attention, with a latent of queries if the recipe's model has one."""
-    return {
-        "q_lora_rank": None if latent.query_rank is None else 3 * HEAD_DIM,
-        "kv_lora_rank": 2 * HEAD_DIM,
-        "qk_nope_head_dim": HEAD_DIM,
-        "qk_rope_head_dim": HEAD_DIM,
-        "v_head_dim": HEAD_DIM,
-    }
-
-
-def _delta_sizes(delta: DeltaNet, sizes: TinySizes) -> dict[str, Any]:
-    """Return the sizes of delta nets. The interval is at most the number of layers, so that a layer has attention."""
-    return {
-        "full_attention_interval": min(delta.attention_interval, sizes.layers),
-        # Trainer and servers divide the key heads like the heads of attention.
-        "linear_num_key_heads": sizes.heads,
-        "linear_num_value_heads": sizes.heads * delta.value_heads // delta.key_heads,
-        "linear_key_head_dim": HEAD_DIM,
-        "linear_value_head_dim": HEAD_DIM,
-    }

@@ -41,4 +41,5 @@ FAMILY = Family(
     expert=decoder.expert_mlp(),
     carries=later_layers,
     attention_replicas=True,
+    tiny_values=sigmoid_router.tiny_values,
 )

@@ -41,4 +41,5 @@ FAMILY = Family(
     engine_keys=_engine_keys,
     attention_replicas=True,
     cpu_engine=latent_attention.CPU_ENGINE,
+    tiny_values=latent_attention.tiny_values,
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatron_dppo.families.shared.decoder import ATTENTION, QKV_BIAS, norm, read_decoder_shape
 from megatron_dppo.model import splits
 from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts
 from megatron_dppo.model.families import Family
 from megatron_dppo.model.rows import HF_LAYER, PackedExperts, layer_rule
 from megatron_dppo.model.shape import AttentionWindow, ModelShape
+from megatron_dppo.model.tiny_sizes import TinySizes
 
 _ROPE = {
     "rope_type": "yarn",
@@ -134,6 +138,18 @@ def read(facts: ConfigFacts) -> ModelShape:
     )
 
 
+def tiny_values(
+    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
+) -> Mapping[str, Any]:
+    """Return the experts of a token under their second name, and a window that a rehearsal's sequences exceed."""
+    tiny: dict[str, Any] = {}
+    if "experts_per_token" in values:
+        tiny["experts_per_token"] = sizes.choices
+    if shape.window is not None:
+        tiny["sliding_window"] = min(16, shape.window.tokens)
+    return tiny
+
+
 FAMILY = Family(
     "gpt_oss",
     "GptOssForCausalLM",
@@ -150,4 +166,5 @@ FAMILY = Family(
     needs_direct_placement=True,
     engine_has_config_dtype=True,
     cpu_engine="megatron_dppo.families.gpt_oss.cpu_engine:use_sinks",
+    tiny_values=tiny_values,
 )

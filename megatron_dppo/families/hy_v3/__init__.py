@@ -10,6 +10,7 @@ from megatron_dppo.model import rows
 from megatron_dppo.model.config_facts import ConfigFacts
 from megatron_dppo.model.families import Family
 from megatron_dppo.model.shape import ModelShape, Router
+from megatron_dppo.model.tiny_sizes import TinySizes
 
 
 def _engine_keys(shape: ModelShape) -> Mapping[str, Any]:
@@ -41,6 +42,16 @@ def read(facts: ConfigFacts) -> ModelShape:
     )
 
 
+def tiny_values(
+    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
+) -> Mapping[str, Any]:
+    """Return the sizes of the router, and the width of an expert under its second name."""
+    tiny = dict(sigmoid_router.tiny_values(shape, values, sizes))
+    if "expert_hidden_dim" in values:
+        tiny["expert_hidden_dim"] = sizes.moe_ffn
+    return tiny
+
+
 FAMILY = Family(
     "hy_v3",
     "HYV3ForCausalLM",
@@ -61,4 +72,5 @@ FAMILY = Family(
     expert=decoder.expert_mlp(),
     carries=rows.later_layers,
     engine_keys=_engine_keys,
+    tiny_values=tiny_values,
 )

@@ -15,4 +15,6 @@ def read(facts: ConfigFacts) -> ModelShape:
     return read_decoder_shape(facts)
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", read, layer=(*ATTENTION, *DENSE_MLP))
+FAMILY = Family(
+    "llama", "LlamaForCausalLM", read, layer=(*ATTENTION, *DENSE_MLP), has_fp8_engine=True
+)

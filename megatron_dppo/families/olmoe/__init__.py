@@ -46,4 +46,5 @@ FAMILY = Family(
     # SGLang's model norms the heads of one rank with the weights of all heads.
     most_engine_ranks=1,
     trainer_layers=TRAINER_LAYERS,
+    has_fp8_engine=True,
 )

@@ -14,4 +14,6 @@ def read(facts: ConfigFacts) -> ModelShape:
     return read_decoder_shape(facts, key_value_heads_default=32)
 
 
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", read, layer=(*ATTENTION, QKV_BIAS, *DENSE_MLP))
+FAMILY = Family(
+    "qwen2", "Qwen2ForCausalLM", read, layer=(*ATTENTION, QKV_BIAS, *DENSE_MLP), has_fp8_engine=True
+)

@@ -38,4 +38,5 @@ FAMILY = Family(
     expert=decoder.expert_mlp(),
     engine_keeps_output=True,
     attention_replicas=True,
+    has_fp8_engine=True,
 )

@@ -20,4 +20,6 @@ FAMILY = Family(
     read,
     layer=(*ATTENTION, *QK_NORM, *DENSE_MLP),
     attention_replicas=True,
+    has_fp8_engine=True,
+    has_head_dim=True,
 )

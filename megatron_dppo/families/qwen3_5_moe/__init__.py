@@ -12,6 +12,7 @@ from megatron_dppo.model import rows, splits
 from megatron_dppo.model.config_facts import ConfigFacts
 from megatron_dppo.model.families import Family
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.tiny_sizes import TinySizes
 
 _INPUTS = (
     ("linear_attn.in_proj_qkv.weight", ("delta_qkv", "hidden")),
@@ -102,6 +103,8 @@ TEXT_FAMILY = Family(
     engine_options={"disable_shared_experts_fusion": True},
     trainer_layers=delta_net.TRAINER_LAYERS,
     cpu_engine=delta_net.CPU_ENGINE,
+    tiny_values=delta_net.tiny_values,
+    has_head_dim=True,
 )
 
 
@@ -110,6 +113,18 @@ def read(facts: ConfigFacts) -> ModelShape:
     facts.ignore("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     facts.ignore("vision_config", "language_model_only")
     return read_language_model(facts)
+
+
+def tiny_values(
+    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
+) -> Mapping[str, Any]:
+    """Return the sizes of delta nets, and of a vision tower. A rehearsal writes the tower but does not run it."""
+    tiny = delta_net.tiny_values(shape, values, sizes)
+    if "vision_config" not in values:
+        return tiny
+    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    tower["out_hidden_size"] = sizes.hidden
+    return {**tiny, "vision_config": {**values["vision_config"], **tower}}
 
 
 FAMILY = replace(
@@ -126,4 +141,5 @@ FAMILY = replace(
     text_table="text_config",
     # Servers receive no images, and the vision tower is not sent to them, so SGLang must not build the tower.
     outer_engine_keys={"language_model_only": True},
+    tiny_values=tiny_values,
 )

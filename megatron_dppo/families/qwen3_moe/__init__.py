@@ -35,4 +35,6 @@ FAMILY = Family(
     expert=expert_mlp(),
     engine_keeps_output=True,
     attention_replicas=True,
+    has_fp8_engine=True,
+    has_head_dim=True,
 )

@@ -44,4 +44,6 @@ FAMILY = Family(
     attention_replicas=True,
     trainer_layers=delta_net.TRAINER_LAYERS,
     cpu_engine=delta_net.CPU_ENGINE,
+    has_head_dim=True,
+    tiny_values=delta_net.tiny_values,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_dppo.families.shared import decoder
@@ -9,6 +10,7 @@ from megatron_dppo.model import splits
 from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts
 from megatron_dppo.model.rows import Rule, dense_layers, in_layers, layer_rule, routed_layers
 from megatron_dppo.model.shape import ModelShape, Router
+from megatron_dppo.model.tiny_sizes import TinySizes
 
 
 def router_bias(name: str = "mlp.gate.e_score_correction_bias") -> Rule:
@@ -59,6 +61,18 @@ def read_sigmoid_router(facts: ConfigFacts, default: Router) -> Router:
         facts.fault(f"n_group is {groups}, expected a divisor of the {experts} experts")
     scale = facts.number("routed_scaling_factor", default.scale)
     return Router("sigmoid", True, groups, chosen_groups, scale)
+
+
+def tiny_values(
+    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
+) -> Mapping[str, Any]:
+    """Return one dense layer at most, and one group of experts: then the router selects among all experts."""
+    tiny: dict[str, Any] = {}
+    if "first_k_dense_replace" in values:
+        tiny["first_k_dense_replace"] = min(1, values["first_k_dense_replace"])
+    if "n_group" in values:
+        tiny |= {"n_group": 1, "topk_group": 1}
+    return tiny
 
 
 def read_first_layers(facts: ConfigFacts, default: int) -> tuple[int, ...]:

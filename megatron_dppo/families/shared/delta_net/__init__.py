@@ -12,6 +12,7 @@ from megatron_dppo.model import splits
 from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts
 from megatron_dppo.model.rows import CONFIG_DTYPE, FINAL_NORM, Rule, layer_rule
 from megatron_dppo.model.shape import DeltaNet, ModelShape
+from megatron_dppo.model.tiny_sizes import HEAD_DIM, TinySizes
 
 
 def _delta_rule(
@@ -111,6 +112,23 @@ GEMMA_FINAL_NORM = replace(
 )
 TRAINER_LAYERS = "megatron_dppo.families.shared.delta_net.trainer:use_packed_delta_nets"
 CPU_ENGINE = "megatron_dppo.families.shared.delta_net.cpu_engine:use_pytorch"
+
+
+def tiny_values(
+    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
+) -> Mapping[str, Any]:
+    """Return the sizes of delta nets. The interval is at most the number of layers, so that a layer has attention."""
+    delta = shape.delta
+    if delta is None:
+        return {}
+    return {
+        "full_attention_interval": min(delta.attention_interval, sizes.layers),
+        # Trainer and servers divide the key heads like the heads of attention.
+        "linear_num_key_heads": sizes.heads,
+        "linear_num_value_heads": sizes.heads * delta.value_heads // delta.key_heads,
+        "linear_key_head_dim": HEAD_DIM,
+        "linear_value_head_dim": HEAD_DIM,
+    }
 
 
 def read_hybrid_moe(facts: ConfigFacts) -> ModelShape:

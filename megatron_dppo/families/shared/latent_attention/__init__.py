@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from megatron_dppo.families.shared import sigmoid_router
 from megatron_dppo.families.shared.decoder import norm
-from megatron_dppo.families.shared.sigmoid_router import read_dense_then_moe
 from megatron_dppo.model import splits
 from megatron_dppo.model.config_facts import ConfigFacts
 from megatron_dppo.model.rows import Rule, engine_row, in_layers, layer_rule
 from megatron_dppo.model.shape import LatentAttention, ModelShape, Router
+from megatron_dppo.model.tiny_sizes import HEAD_DIM, TinySizes
 
 
 def _has_query_latent(shape: ModelShape, layer: int) -> bool:
@@ -59,6 +61,21 @@ LATENTS_IN_ENGINE = engine_row(
 CPU_ENGINE = "megatron_dppo.families.shared.latent_attention.cpu_engine:use_latent_cache"
 
 
+def tiny_values(
+    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
+) -> Mapping[str, Any]:
+    """Return the sizes of latent attention, with a latent of queries if the model has one, and those of its router."""
+    has_query_latent = shape.latent is not None and shape.latent.query_rank is not None
+    return {
+        **sigmoid_router.tiny_values(shape, values, sizes),
+        "q_lora_rank": 3 * HEAD_DIM if has_query_latent else None,
+        "kv_lora_rank": 2 * HEAD_DIM,
+        "qk_nope_head_dim": HEAD_DIM,
+        "qk_rope_head_dim": HEAD_DIM,
+        "v_head_dim": HEAD_DIM,
+    }
+
+
 def read_latent_moe(
     facts: ConfigFacts, router: Router, query_rank: int, **extra: Any
 ) -> ModelShape:
@@ -85,4 +102,4 @@ def read_latent_moe(
     heads = facts.positive("num_attention_heads")
     facts.require("num_key_value_heads", heads, heads)
     size = latent.head_size
-    return read_dense_then_moe(facts, router, latent=latent, head_dim=size, **extra)
+    return sigmoid_router.read_dense_then_moe(facts, router, latent=latent, head_dim=size, **extra)
