@@ -29,11 +29,11 @@ from megatron_dppo.spec import ServersSpec
 from tests.distributed.test_trainer_parity import run_config
 from tests.planted_families import mixed_family, planted
 from tests.tiny_models import save_tiny_model
+from tests.unit.families.test_qwen3_5_moe import PUBLISHED
+from tests.unit.families.test_qwen3_next import NEXT
 from tests.unit.test_engine_checksums import model_shape
 from tests.unit.test_engine_rows import table_of_each_kind
-from tests.unit.test_hybrid_families import NEXT
 from tests.unit.test_mixed_layers import DENSE, LAYERS, LAYOUTS
-from tests.unit.test_qwen3_5 import PUBLISHED
 
 
 def test_types_and_derived_tensors_of_an_engine_are_counted() -> None:

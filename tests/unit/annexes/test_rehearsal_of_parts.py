@@ -7,8 +7,8 @@ from pathlib import Path
 from megatron_dppo.cluster.rehearsal.tiny_model import KnownModel, tiny_config, tiny_sizes
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import LayoutSizes
+from tests.unit.families.test_qwen3_5_moe import NAME, PUBLISHED
 from tests.unit.published_configs import published, written
-from tests.unit.test_qwen3_5 import NAME, PUBLISHED
 
 
 def test_a_rehearsal_has_the_same_parts(tmp_path: Path) -> None:

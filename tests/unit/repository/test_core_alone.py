@@ -100,7 +100,9 @@ def test_every_core_test_passes(core):
     pytest_of_the_core(core, "-m", "not slow", timeout=7200)
 
 
-CORE_TESTS = sorted([*(ROOT / "tests").glob("*.py"), *UNIT.glob("*.py")])
+CORE_TESTS = sorted(
+    [*(ROOT / "tests").glob("*.py"), *UNIT.glob("*.py"), *(UNIT / "families").glob("*.py")]
+)
 """Unit tests of the core, and helpers of all tests."""
 
 

@@ -50,7 +50,7 @@ from megatron_dppo.weight_sync.verification import compare_checksums
 from tests.engine_digests import expected_digests, random_weights
 from tests.unit.test_trainer_config import build as build_config
 
-CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
+CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "model_configs"
 NEXT = CONFIGS / "qwen3-next-80b-a3b-instruct"
 
 
