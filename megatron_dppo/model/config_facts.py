@@ -9,6 +9,8 @@ from typing import Any
 from megatron_dppo.model.config_keys import HARMLESS, NEUTRAL
 from megatron_dppo.model.shape import ITEM_BYTES, Llama3RopeScaling, RopeScaling, YarnRopeScaling
 
+Entries = Mapping[str, Any]
+"""Entries of a config.json: keys with values."""
 MOST_LAYERS = 4096
 """A limit of a plausible model: the table has rows for each layer and expert, and too many rows would fill memory."""
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts
+from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts, Entries
 from megatron_dppo.model.errors import ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.rows import (
     EMBEDDING,
@@ -33,23 +33,14 @@ from megatron_dppo.system import plugins
 ReadShape = Callable[[ConfigFacts], ModelShape]
 
 
-EngineKeys = Callable[[ModelShape], Mapping[str, Any]]
+EngineKeys = Callable[[ModelShape], Entries]
 """Function of a model. It returns the keys of config.json that SGLang's model reads without a default, with values."""
-
-
-def no_keys(shape: ModelShape) -> Mapping[str, Any]:
-    """No keys."""
-    return {}
-
-
-TinyValues = Callable[[ModelShape, Mapping[str, Any], TinySizes], Mapping[str, Any]]
+TinyValues = Callable[[ModelShape, Entries, TinySizes], Entries]
 """Function of a model, the entries of its config.json with tiny sizes, and these sizes. It returns further entries of
 the tiny model's config.json."""
 
 
-def no_tiny_values(
-    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
-) -> Mapping[str, Any]:
+def no_entries(*_: Any) -> Entries:
     """No entries."""
     return {}
 
@@ -109,16 +100,16 @@ class Family:
     most_engine_ranks: int | None = None
     attention_replicas: bool = False
     output_per_replica: bool = True
-    engine_keys: EngineKeys = no_keys
+    engine_keys: EngineKeys = no_entries
     packed: tuple[PackedExperts, ...] = ()
     text_table: str | None = None
-    outer_engine_keys: Mapping[str, Any] = field(default_factory=dict)
-    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    outer_engine_keys: Entries = field(default_factory=dict)
+    engine_options: Entries = field(default_factory=dict)
     needs_direct_placement: bool = False
     engine_has_config_dtype: bool = False
     has_fp8_engine: bool = False
     has_head_dim: bool = False
-    tiny_values: TinyValues = no_tiny_values
+    tiny_values: TinyValues = no_entries
     trainer_layers: str = ""
     cpu_engine: str = ""
     embedding: Rule = EMBEDDING
@@ -348,31 +339,23 @@ _OUTER_KEYS = ("architectures", "model_type", "tie_word_embeddings")
 """Keys that are read outside of the language model's table, also in a config.json with this table."""
 
 
-def language_model_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def language_model_values(values: Entries) -> Entries:
     """Return the entries of a config.json. If the language model's entries are in a table, they replace the table."""
-    family = FAMILIES.get(str(values.get("model_type")))
-    if family is None or family.text_table is None:
+    name = _text_table(values)
+    if name is None:
         return values
-    table = values.get(family.text_table)
-    if not isinstance(table, Mapping):
-        return values
-    outer_values = {key: value for key, value in values.items() if key != family.text_table}
+    outer_values = {key: value for key, value in values.items() if key != name}
     values_of_outer_keys = {key: values[key] for key in _OUTER_KEYS if key in values}
-    return {**outer_values, **table, **values_of_outer_keys}
+    return {**outer_values, **values[name], **values_of_outer_keys}
 
 
-def with_language_model_values(
-    values: Mapping[str, Any], changes: Mapping[str, Any]
-) -> dict[str, Any]:
+def with_language_model_values(values: Entries, changes: Entries) -> dict[str, Any]:
     """Return a config.json with ``changes`` to the entries of its language model, inside or outside of the table."""
-    family = FAMILIES.get(str(values.get("model_type")))
-    if family is None or family.text_table is None:
-        return {**values, **changes}
-    table = values.get(family.text_table)
-    if not isinstance(table, Mapping):
+    name = _text_table(values)
+    if name is None:
         return {**values, **changes}
     outer_values = dict(values)
-    table_values = dict(table)
+    table_values = dict(values[name])
     for key, value in changes.items():
         # Change an entry where the file has it, so that no second value contradicts the new value.
         is_only_outside = key in outer_values and key not in table_values
@@ -380,7 +363,15 @@ def with_language_model_values(
             outer_values[key] = value
         else:
             table_values[key] = value
-    return {**outer_values, family.text_table: table_values}
+    return {**outer_values, name: table_values}
+
+
+def _text_table(values: Entries) -> str | None:
+    """Return the key of the table that has the language model's entries; None if a config.json has no such table."""
+    family = FAMILIES.get(str(values.get("model_type")))
+    if family is None or not isinstance(values.get(family.text_table or ""), Mapping):
+        return None
+    return family.text_table
 
 
 _READ_METHODS = ("fp8", "mxfp4")

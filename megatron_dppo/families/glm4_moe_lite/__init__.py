@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_dppo.families.shared import decoder, latent_attention, sigmoid_router
 from megatron_dppo.model.config_facts import ConfigFacts
 from megatron_dppo.model.families import Family
 from megatron_dppo.model.rows import later_layers
 from megatron_dppo.model.shape import ModelShape, Router
-
-
-def _engine_keys(shape: ModelShape) -> Mapping[str, Any]:
-    return {"first_k_dense_replace": len(shape.dense_layers)}
 
 
 def read(facts: ConfigFacts) -> ModelShape:
@@ -38,7 +31,7 @@ FAMILY = Family(
     engine=(latent_attention.LATENTS_IN_ENGINE,),
     expert=decoder.expert_mlp(),
     carries=later_layers,
-    engine_keys=_engine_keys,
+    engine_keys=lambda shape: {"first_k_dense_replace": len(shape.dense_layers)},
     attention_replicas=True,
     cpu_engine=latent_attention.CPU_ENGINE,
     tiny_values=latent_attention.tiny_values,

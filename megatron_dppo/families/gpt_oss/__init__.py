@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_dppo.families.shared.decoder import ATTENTION, QKV_BIAS, norm, read_decoder_shape
 from megatron_dppo.model import splits
-from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts
+from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts, Entries
 from megatron_dppo.model.families import Family
 from megatron_dppo.model.rows import HF_LAYER, PackedExperts, layer_rule
 from megatron_dppo.model.shape import AttentionWindow, ModelShape
@@ -138,9 +137,7 @@ def read(facts: ConfigFacts) -> ModelShape:
     )
 
 
-def tiny_values(
-    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
-) -> Mapping[str, Any]:
+def tiny_values(shape: ModelShape, values: Entries, sizes: TinySizes) -> Entries:
     """Return the experts of a token under their second name, and a window that a rehearsal's sequences exceed."""
     tiny: dict[str, Any] = {}
     if "experts_per_token" in values:

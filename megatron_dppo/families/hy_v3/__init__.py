@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_dppo.families.shared import decoder, sigmoid_router
 from megatron_dppo.model import rows
-from megatron_dppo.model.config_facts import ConfigFacts
+from megatron_dppo.model.config_facts import ConfigFacts, Entries
 from megatron_dppo.model.families import Family
 from megatron_dppo.model.shape import ModelShape, Router
 from megatron_dppo.model.tiny_sizes import TinySizes
 
 
-def _engine_keys(shape: ModelShape) -> Mapping[str, Any]:
+def _engine_keys(shape: ModelShape) -> Entries:
     return {"first_k_dense_replace": len(shape.dense_layers), "qk_norm": True, "route_norm": True}
 
 
@@ -42,9 +39,7 @@ def read(facts: ConfigFacts) -> ModelShape:
     )
 
 
-def tiny_values(
-    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
-) -> Mapping[str, Any]:
+def tiny_values(shape: ModelShape, values: Entries, sizes: TinySizes) -> Entries:
     """Return the sizes of the router, and the width of an expert under its second name."""
     tiny = dict(sigmoid_router.tiny_values(shape, values, sizes))
     if "expert_hidden_dim" in values:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_dppo.families.shared import decoder
 from megatron_dppo.families.shared.all_heads_norm import ALL_HEADS_NORM, TRAINER_LAYERS
 from megatron_dppo.families.shared.sigmoid_router import router_bias
-from megatron_dppo.model.config_facts import ConfigFacts
+from megatron_dppo.model.config_facts import ConfigFacts, Entries
 from megatron_dppo.model.families import Family
 from megatron_dppo.model.rows import later_layers
 from megatron_dppo.model.shape import ModelShape, Router
 
 
-def _engine_keys(shape: ModelShape) -> Mapping[str, Any]:
+def _engine_keys(shape: ModelShape) -> Entries:
     return {
         "rotary_dim": round(shape.rotary_fraction * shape.head_dim),
         "scoring_func": "sigmoid",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megatron_dppo.families.shared import decoder, delta_net
 from megatron_dppo.model import rows, splits
-from megatron_dppo.model.config_facts import ConfigFacts
+from megatron_dppo.model.config_facts import ConfigFacts, Entries
 from megatron_dppo.model.families import Family
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.tiny_sizes import TinySizes
@@ -47,7 +45,7 @@ _HYBRID_LAYER = (
 )
 
 
-def _engine_keys(shape: ModelShape) -> Mapping[str, Any]:
+def _engine_keys(shape: ModelShape) -> Entries:
     keys = dict(delta_net.hybrid_engine_keys(shape))
     # SGLang reads rope_theta in the table of rotary parameters.
     del keys["rope_theta"]
@@ -115,9 +113,7 @@ def read(facts: ConfigFacts) -> ModelShape:
     return read_language_model(facts)
 
 
-def tiny_values(
-    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
-) -> Mapping[str, Any]:
+def tiny_values(shape: ModelShape, values: Entries, sizes: TinySizes) -> Entries:
     """Return the sizes of delta nets, and of a vision tower. A rehearsal writes the tower but does not run it."""
     tiny = delta_net.tiny_values(shape, values, sizes)
     if "vision_config" not in values:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_dppo.families.shared import decoder
 from megatron_dppo.model import splits
-from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts
+from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts, Entries
 from megatron_dppo.model.rows import Rule, dense_layers, in_layers, layer_rule, routed_layers
 from megatron_dppo.model.shape import ModelShape, Router
 from megatron_dppo.model.tiny_sizes import TinySizes
@@ -63,9 +62,7 @@ def read_sigmoid_router(facts: ConfigFacts, default: Router) -> Router:
     return Router("sigmoid", True, groups, chosen_groups, scale)
 
 
-def tiny_values(
-    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
-) -> Mapping[str, Any]:
+def tiny_values(shape: ModelShape, values: Entries, sizes: TinySizes) -> Entries:
     """Return one dense layer at most, and one group of experts: then the router selects among all experts."""
     tiny: dict[str, Any] = {}
     if "first_k_dense_replace" in values:

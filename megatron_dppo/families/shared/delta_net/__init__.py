@@ -3,13 +3,11 @@ experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megatron_dppo.families.shared import decoder
 from megatron_dppo.model import splits
-from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts
+from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts, Entries
 from megatron_dppo.model.rows import CONFIG_DTYPE, FINAL_NORM, Rule, layer_rule
 from megatron_dppo.model.shape import DeltaNet, ModelShape
 from megatron_dppo.model.tiny_sizes import HEAD_DIM, TinySizes
@@ -114,9 +112,7 @@ TRAINER_LAYERS = "megatron_dppo.families.shared.delta_net.trainer:use_packed_del
 CPU_ENGINE = "megatron_dppo.families.shared.delta_net.cpu_engine:use_pytorch"
 
 
-def tiny_values(
-    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
-) -> Mapping[str, Any]:
+def tiny_values(shape: ModelShape, values: Entries, sizes: TinySizes) -> Entries:
     """Return the sizes of delta nets. The interval is at most the number of layers, so that a layer has attention."""
     delta = shape.delta
     if delta is None:
@@ -185,7 +181,7 @@ def _attention_interval(facts: ConfigFacts) -> int:
     return 4
 
 
-def hybrid_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
+def hybrid_engine_keys(shape: ModelShape) -> Entries:
     interval = 0 if shape.delta is None else shape.delta.attention_interval
     return {
         "full_attention_interval": interval,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_dppo.families.shared import sigmoid_router
 from megatron_dppo.families.shared.decoder import norm
 from megatron_dppo.model import splits
-from megatron_dppo.model.config_facts import ConfigFacts
+from megatron_dppo.model.config_facts import ConfigFacts, Entries
 from megatron_dppo.model.rows import Rule, engine_row, in_layers, layer_rule
 from megatron_dppo.model.shape import LatentAttention, ModelShape, Router
 from megatron_dppo.model.tiny_sizes import HEAD_DIM, TinySizes
@@ -61,9 +60,7 @@ LATENTS_IN_ENGINE = engine_row(
 CPU_ENGINE = "megatron_dppo.families.shared.latent_attention.cpu_engine:use_latent_cache"
 
 
-def tiny_values(
-    shape: ModelShape, values: Mapping[str, Any], sizes: TinySizes
-) -> Mapping[str, Any]:
+def tiny_values(shape: ModelShape, values: Entries, sizes: TinySizes) -> Entries:
     """Return the sizes of latent attention, with a latent of queries if the model has one, and those of its router."""
     has_query_latent = shape.latent is not None and shape.latent.query_rank is not None
     return {
