@@ -90,6 +90,17 @@ def test_a_killed_engine_is_replaced_and_the_run_completes(disturbed_run):
 
 
 @pytest.mark.first
+def test_the_facts_of_the_run_are_in_its_folder(disturbed_run):
+    facts = json.loads((disturbed_run.directory / "spec.json").read_text())
+    assert facts["roles"]["ranks"] == 2
+    assert facts["servers"]["started"] == 1
+    (options,) = disturbed_run.directory.glob("logs/engine0-1.yaml")
+    passed = json.loads(options.read_text())
+    shared = {name.replace("_", "-"): v for name, v in facts["servers"]["options"].items()}
+    assert passed.items() >= shared.items()
+
+
+@pytest.mark.first
 def test_it_is_out_of_reach_of_others_and_leaves_nothing_behind(disturbed_run):
     assert disturbed_run.listening == {"127.0.0.1"}
     in_folders = [p for p in disturbed_run.private if p.parent.name.startswith("mdppo-")]

@@ -129,6 +129,7 @@ def test_the_model_needs_no_torch():
     "package",
     [
         "config",
+        "spec",
         "data.trajectory",
         "launch.supervisor",
         "launch.status",
