@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.families import qwen3_moe
+from megatron_dppo.model.config_facts import ConfigFacts
+from megatron_dppo.model.shape import ModelShape, Router
 from tests.ranks import run_ranks
-
-OPTIONS = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_bias_update_rate": 0.0,
-}
 
 
 def worker(folder: str) -> dict[str, Any]:
@@ -23,7 +20,11 @@ def worker(folder: str) -> dict[str, Any]:
     from tests.distributed.test_checkpoint import hf_weights, make_trainer, train
     from tests.planted_families import biased_family, planted
 
-    with planted(replace(biased_family(), megatron=OPTIONS)):
+    # The shape says that Megatron-Core's router has the bias, with the sigmoid that such routers have.
+    def read(facts: ConfigFacts) -> ModelShape:
+        return replace(qwen3_moe.read(facts), router=Router(score="sigmoid", has_bias=True))
+
+    with planted(replace(biased_family(), read=read)):
         trainer = make_trainer(f"{folder}/hf", {"expert": 2}, False, "bfloat16", 2)
 
         def biases() -> list[Any]:
