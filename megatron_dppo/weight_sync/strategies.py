@@ -16,7 +16,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from megatron_dppo.weight_sync.broadcast_group import (
 )
 from megatron_dppo.weight_sync.engines import (
     ENGINE_FAULTS,
+    GRACE_S,
     Bucket,
     Packer,
     PlannedBucket,
@@ -163,14 +164,18 @@ class DistributedStrategy(Strategy):
         """Abort this rank's group, to free the engines that wait in the group. Rank 0 also cancels all other groups."""
         if self._transfer.is_rank_0:
             self._call_off()
+        requests = self._requests
         self._broadcast = None
         self._requests = None
         self._aborted_groups += self._group_names()
         self._meeting_points = []
-        self._announcements.clear()
         if self._group is not None:
             self._group.abort()
             self._group = None
+        if requests is not None:
+            # A request that is still on its way would load its bucket into the session that a caller opens next.
+            wait([requests], GRACE_S)
+        self._announcements.clear()
 
     def close(self) -> None:
         """Have the engines leave the groups. Never raises: an engine that has ended has also left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.error
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,42 @@ def test_changes_reach_the_engine_and_an_interrupted_update_leaves_the_version_b
     updates.source = Source(old, model=trained)
     assert updates.update(3).sent_fraction == 1.0
     assert_serves(server, trained, 3)
+    updates.close()
+
+
+class LateWeights(EngineWeights):
+    """With ``delay_s``, its requests to receive a bucket come so late, and those that close a session later."""
+
+    delay_s: float | None = None
+
+    async def receive(self, header: WireHeader, group: str) -> None:
+        if self.delay_s is not None:
+            await asyncio.sleep(self.delay_s)
+        await super().receive(header, group)
+
+    async def _call(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        if self.delay_s is not None and path == "/end_weight_update":
+            await asyncio.sleep(0.4)
+        await super()._call(path, body)
+
+
+def test_a_bucket_on_its_way_is_not_applied_after_an_interrupted_update(
+    server: RunningServer, trained: Path
+) -> None:
+    """The engine must not receive changes between the requests that drop them and the end of their session."""
+    old = read(trained)
+    engine = server.weights(LateWeights)
+    updates = updater(engine, Source(old), changes_only=True)
+    updates.update(1)
+    for delay_s in (0.01, 0.02, 0.03):
+        engine.delay_s = delay_s
+        updates.source = Source(nudge(old), between=end_the_gather)
+        with pytest.raises(GatherInterruptedError):
+            updates.update(2)
+        engine.delay_s = None
+        assert server.version() == "1"
+        updates.source = Source(old)
+        updates.update(1)
     updates.close()
 
 
