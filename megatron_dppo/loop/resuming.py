@@ -9,8 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.schema import RunConfig, StoredCheckpointsConfig
-from megatron_dppo.loop.run_state import ResumeError, RunState
+import torch.distributed as dist
+
+from megatron_dppo.config.schema import PolicyConfig, RunConfig, StoredCheckpointsConfig
+from megatron_dppo.data.sampling import Sampler
+from megatron_dppo.loop.run_state import ResumeError, RunState, changes_of, settings_of
 from megatron_dppo.metrics import records
 from megatron_dppo.trainer.checkpoint.directory import (
     CheckpointSurvey,
@@ -139,6 +142,23 @@ def resume(
     if not has_begun:
         _begin(run.directory, nonce, rollouts=not replays)
     return None
+
+
+def continue_sampler(sampler: Sampler, state: RunState, config: PolicyConfig) -> None:
+    """Set ``sampler`` to its position in ``state``, and log on rank 0 what changed in the configuration since.
+
+    Raises ResumeError if the position does not fit the data.
+    """
+    changes = changes_of(state, settings_of(config))
+    if changes is not None and dist.get_rank() == 0:
+        log.warning("%s", changes)
+    try:
+        sampler.load_state_dict(state.sampler)
+    except ValueError as error:
+        raise ResumeError(
+            f"the checkpoint's position in the data does not fit: {error}; give back the settings "
+            "of data, or start anew with run.resume=never"
+        ) from error
 
 
 def _history_values(directory: str) -> dict[str, Any]:

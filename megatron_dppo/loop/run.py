@@ -35,7 +35,7 @@ from megatron_dppo.loop.learning import Learner, PlannedBatch
 from megatron_dppo.loop.ownership import own_positions
 from megatron_dppo.loop.profiling import StepProfiler
 from megatron_dppo.loop.recorder import Recorder, RecordingError
-from megatron_dppo.loop.resuming import resume
+from megatron_dppo.loop.resuming import continue_sampler, resume
 from megatron_dppo.loop.rollout_figures import STALE_ANCHOR, file_figures, with_stale_gap_renamed
 from megatron_dppo.loop.rollout_sources import (
     BatchSeals,
@@ -47,7 +47,7 @@ from megatron_dppo.loop.rollout_sources import (
 )
 from megatron_dppo.loop.run_identity import identity_of
 from megatron_dppo.loop.run_parts import active_line, generation_job, open_episodes, stats_spec
-from megatron_dppo.loop.run_state import FILES, ResumeError, RunState, changes_of, settings_of
+from megatron_dppo.loop.run_state import FILES, RunState, settings_of
 from megatron_dppo.loop.sample_maker import SampleMaker
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.server_access import free_shared_devices
@@ -616,16 +616,7 @@ class Run:
         if state is None:
             return RunState(sampler=self.sampler.state_dict(), identity=identity)
         self.saved_step = state.step
-        changes = changes_of(state, settings_of(self.config))
-        if changes is not None and self.trainer.topology.rank == 0:
-            log.warning("%s", changes)
-        try:
-            self.sampler.load_state_dict(state.sampler)
-        except ValueError as error:
-            raise ResumeError(
-                f"the checkpoint's position in the data does not fit: {error}; give back the settings "
-                "of data, or start anew with run.resume=never"
-            ) from error
+        continue_sampler(self.sampler, state, self.config)
         return state
 
     def _check_files(self) -> None:

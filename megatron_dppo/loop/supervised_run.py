@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 
 from megatron_dppo.algorithms.likelihood import negative_log_likelihood
 from megatron_dppo.algorithms.policy_loss import LossSums
@@ -23,14 +24,13 @@ from megatron_dppo.data.balancing import plan_mini_batch
 from megatron_dppo.data.packing import PackedBatch, pack, padded_length
 from megatron_dppo.data.problems import Turns, TurnSets
 from megatron_dppo.data.sampling import ProblemSampler
-from megatron_dppo.data.seal import text_digest
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal
 from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
 from megatron_dppo.loop.evaluation import last_due
 from megatron_dppo.loop.recorder import RecordingError, opened_trackers
-from megatron_dppo.loop.resuming import resume
-from megatron_dppo.loop.run_state import ResumeError, RunState, changes_of, settings_of
+from megatron_dppo.loop.resuming import continue_sampler, resume
+from megatron_dppo.loop.run_state import RunState, settings_of
 from megatron_dppo.metrics import records
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
@@ -63,7 +63,7 @@ def run_supervised_rank(config: SupervisedConfig, data: TurnSets) -> None:
 
 
 class SupervisedRun:
-    """What the steps of a supervised run need. The constructor opens it, ``stack`` closes it.
+    """A supervised run on one rank. The constructor opens what the steps need, and ``stack`` closes it.
 
     Args:
         config: configuration of the run.
@@ -172,17 +172,17 @@ class SupervisedRun:
         return losses
 
     def _mean_loss(self, sequences: Sequence[Turns]) -> float:
-        samples = [_trajectory(turns) for turns in sequences]
-        count = self._config.training.sequences_per_step
+        chunk_size = self._config.training.sequences_per_step
         own_sum = 0.0
-        for start in range(0, len(samples), count):
-            for log_probs in self._trainer.log_probs(
-                self._own_batches(samples[start : start + count])
-            ):
+        tokens = 0
+        for start in range(0, len(sequences), chunk_size):
+            samples = [_trajectory(turns) for turns in sequences[start : start + chunk_size]]
+            tokens += sum(sample.sampled for sample in samples)
+            for log_probs in self._trainer.log_probs(self._own_batches(samples)):
                 own_sum -= log_probs.double().sum().item()
         # All ranks of a replica have the same sum.
         sum_of_replica = dict(all_gather_json([self._trainer.topology.dp_rank, own_sum]))
-        return sum(sum_of_replica.values()) / sum(sample.sampled for sample in samples)
+        return sum(sum_of_replica.values()) / tokens
 
     def _own_batches(self, samples: Sequence[Trajectory]) -> list[PackedBatch]:
         """Divide ``samples`` among the replicas, and return this replica's micro-batches."""
@@ -242,15 +242,7 @@ class SupervisedRun:
         if state is None:
             self._require_no_export()
             return RunState(sampler=self._sampler.state_dict(), identity=identity)
-        changes = changes_of(state, settings_of(self._config))
-        if changes is not None and self._trainer.topology.rank == 0:
-            log.warning("%s", changes)
-        try:
-            self._sampler.load_state_dict(state.sampler)
-        except ValueError as error:
-            raise ResumeError(
-                f"the checkpoint's position in the data does not fit: {error}; start anew with run.resume=never"
-            ) from error
+        continue_sampler(self._sampler, state, self._config)
         return state
 
     def _require_no_export(self) -> None:
@@ -277,10 +269,11 @@ class SupervisedRun:
 
 def _identity(config: SupervisedConfig, sequences: Sequence[Turns]) -> dict[str, object]:
     """Return the settings that must not change between two starts of a run, with their values."""
-    return {
-        "data.train (hash of the token ids)": text_digest(sequences),
-        "run.seed": config.run.seed,
-    }
+    hasher = xxhash.xxh3_128()
+    for turns in sequences:
+        for ids in turns:
+            hasher.update(np.array([len(ids), *ids], np.int64).data)
+    return {"data.train (hash of the token ids)": hasher.hexdigest(), "run.seed": config.run.seed}
 
 
 def _trajectory(turns: Turns) -> Trajectory:
