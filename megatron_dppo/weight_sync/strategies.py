@@ -359,6 +359,8 @@ class TensorStrategy(Strategy):
 
     def abort(self) -> None:
         """Use new buffers from here on: an engine may still be reading the old buffers."""
+        # As in ``DistributedStrategy.abort``. The requests of other ranks are not waited for.
+        wait(self._requests.values(), GRACE_S)
         self._requests = {}
         self._packer = Packer(self._transfer.engines.first.pieces)
 

@@ -153,19 +153,25 @@ class LateWeights(EngineWeights):
             await asyncio.sleep(self.delay_s)
         await super().receive(header, group)
 
+    async def receive_shared(self, header: WireHeader, data: Tensor) -> None:
+        if self.delay_s is not None:
+            await asyncio.sleep(self.delay_s)
+        await super().receive_shared(header, data)
+
     async def _call(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         if self.delay_s is not None and path == "/end_weight_update":
             await asyncio.sleep(0.4)
         await super()._call(path, body)
 
 
+@pytest.mark.parametrize("strategy", ["distributed", "tensor"])
 def test_a_bucket_on_its_way_is_not_applied_after_an_interrupted_update(
-    server: RunningServer, trained: Path
+    server: RunningServer, trained: Path, strategy: str
 ) -> None:
     """The engine must not receive changes between the requests that drop them and the end of their session."""
     old = read(trained)
     engine = server.weights(LateWeights)
-    updates = updater(engine, Source(old), changes_only=True)
+    updates = updater(engine, Source(old), strategy=strategy, changes_only=True)
     updates.update(1)
     for delay_s in (0.01, 0.02, 0.03):
         engine.delay_s = delay_s
