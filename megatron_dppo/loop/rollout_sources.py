@@ -566,7 +566,7 @@ class BatchSeals:
         if saved_seal is not None:
             faults += seals.file_faults(saved_seal, step, self.origin)
         if digests == self._previous_digests:
-            # It comes first: each response of an old batch has faults of its own, and the message names only the first.
+            # This fault comes first: each response of an old batch has faults too, and the message names only a few.
             faults.insert(0, "batch: all responses are those of the batch before")
         self._previous_digests = digests
         if faults:

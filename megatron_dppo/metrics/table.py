@@ -616,9 +616,7 @@ def accuracy(evaluation_set: str) -> str:
 
 def accuracy_set(name: str) -> str | None:
     """Invert ``accuracy``: return the held-out set's name; None for another metric."""
-    if name.startswith("evaluation/") and name.endswith("/accuracy"):
-        return name.removeprefix("evaluation/").removesuffix("/accuracy")
-    return None
+    return _held_out_set(name, "accuracy")
 
 
 def held_out_loss(evaluation_set: str) -> str:
@@ -628,8 +626,13 @@ def held_out_loss(evaluation_set: str) -> str:
 
 def held_out_loss_set(name: str) -> str | None:
     """Invert ``held_out_loss``: return the held-out set's name; None for another metric."""
-    if name.startswith("evaluation/") and name.endswith("/nll"):
-        return name.removeprefix("evaluation/").removesuffix("/nll")
+    return _held_out_set(name, "nll")
+
+
+def _held_out_set(name: str, figure: str) -> str | None:
+    """Return SET of the name ``evaluation/SET/<figure>``; None for another name."""
+    if name.startswith("evaluation/") and name.endswith(f"/{figure}"):
+        return name.removeprefix("evaluation/").removesuffix(f"/{figure}")
     return None
 
 
