@@ -36,6 +36,8 @@ Tail = Literal["one", "uniform", "proportional"]
 AdvantageName = Literal["group-mean", "leave-one-out", "group-standardized"]
 """The baseline of a response's reward: ``advantages.group_relative``."""
 EstimatorName = Literal["k1-on-policy", "k2", "k3", "k3-on-policy", "reverse-k3-on-policy"]
+DistillationLoss = Literal["sampled", "reverse", "forward"]
+"""The loss that draws the policy to a teacher: ``algorithms/distillation.py``."""
 Role = Literal["mask", "weight", "both", "step", "cap", "topk", "penalty", "correction"]
 
 

@@ -243,6 +243,59 @@ class AlgorithmConfig(Section):
         return table.algorithm_facts(self.name, self.options, self.settings)
 
 
+class TeacherConfig(Section):
+    """A model that scores the tokens that the policy sampled, on SGLang servers."""
+
+    hf_checkpoint: str
+    """Hugging Face folder of the teacher. The teacher's tokenizer must map the policy's ids to the same tokens. The
+    policy's own start checkpoint is a teacher too, for example with ``prompt_template``.
+    """
+    servers: int | None = Field(default=None, ge=0, le=2**16)
+    """Servers that the run starts. Empty: 1, or 0 if ``urls`` has servers."""
+    urls: list[str] = Field(default_factory=list)
+    """Addresses of servers that already run and serve ``hf_checkpoint``."""
+    prompt_template: str | None = None
+    """Prompt that the teacher sees in place of the policy's: one user message, with ``{prompt}``, ``{answer}`` and the
+    names of the problem's metadata in braces. Empty: the policy's prompt.
+    """
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Forwarded to SGLang's ServerArgs of this teacher's servers."""
+
+    @property
+    def servers_to_start(self) -> int:
+        """``servers`` with its default filled in."""
+        if self.servers is not None:
+            return self.servers
+        return 0 if self.urls else 1
+
+
+class DistillationConfig(Section):
+    """Teachers, and the loss that draws the policy to them; docs/distillation.md."""
+
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Teachers by name. Empty: no distillation."""
+    teacher_key: str = "teacher"
+    """Name in a problem's metadata whose value is the name of the problem's teacher. With a single teacher, problems
+    need no such value.
+    """
+    loss: table.DistillationLoss = "sampled"
+    """``sampled``: the advantage log p_T - log pi of each sampled token. ``reverse``: KL(pi || p_T) at each token, over
+    TopK(p_T), the sampled token and one bucket for the other tokens. ``forward``: KL(p_T || pi), likewise.
+    """
+    top_k: int = Field(default=0, ge=0)
+    """Ids of TopK(p_T) that a teacher returns for each sampled token. 0 for ``sampled``; at least 1 for the others."""
+    weight: float = Field(default=1.0, gt=0)
+    """Factor of the distillation loss."""
+    rewards: bool = True
+    """Learn from the rewards too. false: the teachers replace the rewards' advantages; rewards are still measured."""
+    masked: bool = True
+    """Apply the algorithm's mask to the distillation loss. A token's direction is then the sign of log p_T - log pi,
+    or of the whole advantage with ``sampled``.
+    """
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest time for a teacher to score one response."""
+
+
 class ParallelConfig(Section):
     """Megatron-Core's layout. Data parallelism is the rest of the world size."""
 
@@ -638,6 +691,7 @@ class TrainConfig(PolicyConfig):
     data: DataConfig
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    distillation: DistillationConfig = DistillationConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     training: TrainingConfig

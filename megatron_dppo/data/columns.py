@@ -280,6 +280,22 @@ def _topk(ids: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> 
     check_topk(columns["topk_ids"], columns["topk_log_probs"], location)
 
 
+def _teacher_log_probs(array: np.ndarray, _: Mapping[str, np.ndarray], location: str) -> None:
+    check_log_probs(array, f"{location}: teacher_log_probs")
+
+
+def _teacher_topk_pair(_: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> None:
+    if not {"teacher_topk_ids", "teacher_topk_log_probs"} <= columns.keys():
+        raise ValueError(f"{location}: teacher_topk_ids and teacher_topk_log_probs go together")
+
+
+def _teacher_topk(ids: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> None:
+    _teacher_topk_pair(ids, columns, location)
+    check_topk(
+        columns["teacher_topk_ids"], columns["teacher_topk_log_probs"], f"{location}: teacher"
+    )
+
+
 def _routing(array: np.ndarray, _: Mapping[str, np.ndarray], location: str) -> None:
     try:
         # The number of experts is unknown here, so allow every number of the type.
@@ -339,6 +355,42 @@ TOPK_LOG_PROBS = declare(
     )
 )
 """Natural log mu at ``topk_ids``."""
+
+TEACHER_LOG_PROBS = declare(
+    Column(
+        "teacher_log_probs",
+        ("float32",),
+        Rows.SAMPLED,
+        check=_teacher_log_probs,
+        read_by=ReadBy.LAST,
+    )
+)
+"""Natural log p_T(token) of the response's teacher, as returned by the teacher's servers."""
+
+TEACHER_TOPK_IDS = declare(
+    Column(
+        "teacher_topk_ids",
+        ("int32",),
+        Rows.SAMPLED,
+        ("teacher_topk",),
+        fill=-1,
+        check=_teacher_topk_pair,
+        read_by=ReadBy.LAST,
+    )
+)
+"""Ids of TopK(p_T) at each sampled token."""
+
+TEACHER_TOPK_LOG_PROBS = declare(
+    Column(
+        "teacher_topk_log_probs",
+        ("float32",),
+        Rows.SAMPLED,
+        ("teacher_topk",),
+        check=_teacher_topk,
+        read_by=ReadBy.LAST,
+    )
+)
+"""Natural log p_T at ``teacher_topk_ids``."""
 
 # Every stage needs the versions to find the usable rows of ``routed_experts``.
 WEIGHT_VERSION = declare(Column("weight_version", ("int32",), Rows.SAMPLED, packed=False))
