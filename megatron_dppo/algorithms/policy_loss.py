@@ -36,7 +36,11 @@ class LossSums:
 
 
 def policy_loss(
-    algorithm: Algorithm, inputs: TokenInputs, token_scale: Tensor | None = None
+    algorithm: Algorithm,
+    inputs: TokenInputs,
+    token_scale: Tensor | None = None,
+    *,
+    with_surrogate: bool = True,
 ) -> LossSums:
     """Sum -M min(w, C) A over the tokens in ``loss_mask``, and add the algorithm's penalties.
 
@@ -53,10 +57,11 @@ def policy_loss(
         algorithm: The algorithm.
         inputs: The tokens.
         token_scale: A factor for each token's loss. None stands for 1.
+        with_surrogate: False: only the penalties. A decides what the mask blocks, and has no other effect.
     """
     decisions = decide(algorithm, inputs)
     with torch.no_grad():
-        value, slope, metrics = _coefficients(algorithm, inputs, decisions)
+        value, slope, metrics = _coefficients(algorithm, inputs, decisions, with_surrogate)
         metrics = token_metrics(inputs, decisions, algorithm.ratio_cap) + metrics
         if token_scale is not None:
             scale = token_scale.to(value.dtype)
@@ -66,9 +71,9 @@ def policy_loss(
     # log pi - stop(log pi) has the value 0 and log pi's gradient, so that the loss has the value of the surrogate and
     # not of A log pi.
     loss = (value + slope * (log_probs - log_probs.detach())).sum()
-    if algorithm.preset.centers:
+    if with_surrogate and algorithm.preset.centers:
         loss = loss + score_centering(algorithm, inputs, decisions, token_scale)
-    if algorithm.preset.projects:
+    if with_surrogate and algorithm.preset.projects:
         projection_loss, projection_metrics = projection_terms(
             algorithm, inputs, decisions, token_scale
         )
@@ -78,13 +83,14 @@ def policy_loss(
 
 
 def _coefficients(
-    algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions
+    algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions, with_surrogate: bool
 ) -> tuple[Tensor, Tensor, MetricSums]:
     """Return each token's loss, its derivative by log pi, and the sums of surrogate and penalties as metrics.
 
     The surrogate's derivative is the surrogate itself: both are -M min(w, C) A.
     """
-    surrogate = -torch.where(decisions.trains, decisions.capped * inputs.advantages, 0.0)
+    learns = decisions.trains if with_surrogate else torch.zeros_like(decisions.trains)
+    surrogate = -torch.where(learns, decisions.capped * inputs.advantages, 0.0)
     # A NaN of pi or A makes the loss NaN. Otherwise the mask would hide the NaN, and training would go on without the
     # token.
     is_nan = inputs.loss_mask & (inputs.log_probs.isnan() | inputs.advantages.isnan())

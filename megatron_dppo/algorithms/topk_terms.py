@@ -25,7 +25,7 @@ def score_centering(
         slope = rules.centering(inputs, algorithm.ratio_cap)
         factor = inputs.advantages if token_scale is None else inputs.advantages * token_scale
         slope = torch.where(decisions.trains[..., None], factor[..., None] * slope, 0.0)
-    return _with_slope(inputs.topk_log_probs[..., :-1], slope)
+    return with_slope(inputs.topk_log_probs[..., :-1], slope)
 
 
 def projection_terms(
@@ -57,11 +57,11 @@ def projection_terms(
             sampled_slope = scale * sampled_slope
             slopes = scale[..., None] * slopes
     regression = distance.to(inputs.log_probs.dtype).sum()
-    loss = regression + _with_slope(inputs.log_probs, sampled_slope)
-    return loss + _with_slope(inputs.topk_log_probs[..., :-1], slopes[..., :-1]), metrics
+    loss = regression + with_slope(inputs.log_probs, sampled_slope)
+    return loss + with_slope(inputs.topk_log_probs[..., :-1], slopes[..., :-1]), metrics
 
 
-def _with_slope(log_probs: Tensor, slope: Tensor) -> Tensor:
+def with_slope(log_probs: Tensor, slope: Tensor) -> Tensor:
     """Return a scalar of value 0 whose gradient by ``log_probs`` is ``slope``; exactly 0 where ``slope`` is 0."""
     log_probs = torch.where(slope != 0, log_probs, 0.0)
     return (slope.to(log_probs.dtype) * (log_probs - log_probs.detach())).sum()

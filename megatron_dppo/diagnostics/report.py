@@ -386,6 +386,13 @@ def draw_likelihood(axes: Axes, runs: list[RunRecords]) -> None:
     finish(axes, "Likelihood of the responses", "mean -log pi, nats per token", handles)
 
 
+def draw_teacher(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw the policy's distance to the teacher. The estimate from the sampled tokens may be below 0."""
+    handles = plot_metrics(axes, runs, in_panel("teacher"))
+    mark_empty(axes, handles)
+    finish(axes, "Distance to the teacher", "nats per token", handles)
+
+
 def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the model's FLOP/s on one rank.
 
@@ -569,6 +576,8 @@ DRAFT_PANELS = (
     partial(_draw_from_zero, panel="accepted", title="Tokens for each verification", unit="tokens"),
 )
 """Panels of speculative decoding, drawn if any run has recorded the tokens of its verifications."""
+TEACHER_PANELS = (draw_teacher,)
+"""Panels of distillation, drawn if any run has a teacher."""
 UPDATE_PANELS = (draw_update_seconds, draw_update_bytes)
 """Panels of weight updates, drawn if any run has recorded their seconds."""
 ROW_HEIGHT = 11 / 3
@@ -661,6 +670,8 @@ def _panels(runs: list[RunRecords]) -> list[Callable[[Axes, list[RunRecords]], N
     if is_recorded(runs, metric_names.NEGATIVE_LOG_LIKELIHOOD):
         return [draw_likelihood, draw_time]
     panels: list[Callable[[Axes, list[RunRecords]], None]] = list(PANELS)
+    if is_recorded(runs, metric_names.TEACHER_GAP):
+        panels += TEACHER_PANELS
     if is_recorded(runs, *USE_METRICS):
         panels += USE_PANELS
     if _largest(runs, metric_names.STALENESS_MAX) > 0:

@@ -17,10 +17,17 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.algorithms.algorithm import Algorithm
+from megatron_dppo.algorithms.distillation import Distillation
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.step_rules import StepBound
-from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig, TrainingConfig
+from megatron_dppo.config.schema import (
+    AlgorithmConfig,
+    DistillationConfig,
+    RolloutConfig,
+    TrainConfig,
+    TrainingConfig,
+)
 from megatron_dppo.data import balancing, packing
 from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
@@ -370,6 +377,7 @@ class Learner:
             config.algorithm.reference_kl,
             config.algorithm.reference_estimator,
             weighted_reference=config.algorithm.reference_importance_weights,
+            distillation=distillation_of(config.distillation, algorithm),
         )
         self.most_masked: list[MaskedToken] = []
         self.masked_by_response: dict[int, int] = {}
@@ -536,9 +544,11 @@ class Learner:
         self, batch: packing.PackedBatch, inputs: TokenInputs, sums: LossSums
     ) -> None:
         if sums.blocked is not None:
-            self._masked_tokens.add(batch.target_ids, batch.advantages, sums.blocked)
+            # A teacher may have changed the advantages of ``batch``.
+            advantages = inputs.advantages
+            self._masked_tokens.add(batch.target_ids, advantages, sums.blocked)
             self._masked_responses.add(
-                batch.sequence_index, batch.cu_seqlens, batch.advantages, sums.blocked
+                batch.sequence_index, batch.cu_seqlens, advantages, sums.blocked
             )
 
     def _packed(self, batch: PlannedBatch, plan: MiniBatchPlan) -> MiniBatch:
@@ -587,6 +597,15 @@ class Learner:
             for b, log_probs, columns in zip(batches, all_log_probs, columns_by_batch, strict=True):
                 columns["reference_log_probs"] = _where_trained(b, log_probs)
         return columns_by_batch
+
+
+def distillation_of(config: DistillationConfig, algorithm: Algorithm) -> Distillation | None:
+    """Return the loss with the run's teachers; None without teachers."""
+    if not config.teachers:
+        return None
+    return Distillation(
+        algorithm, config.loss, config.weight, rewards=config.rewards, masked=config.masked
+    )
 
 
 def stages_of(trainer: Trainer, *, replays: bool) -> Stages:

@@ -183,7 +183,8 @@ class Run:
         topk = spec.rollout.topk
         with self.timer("start"), patience("others start"):
             free_shared_devices(config, spec)
-            self.trainer = Trainer(config, stats_spec(self.algorithm, topk))
+            spec_of_stats = stats_spec(self.algorithm, topk, config.distillation.top_k)
+            self.trainer = Trainer(config, spec_of_stats)
             self.hashes = self._start_hashing()
             fence.join()
             on_rank_0(partial(_require_services, config))

@@ -51,13 +51,17 @@ def _on_or_off(is_on: bool) -> str:
     return "on" if is_on else "off"
 
 
-def stats_spec(algorithm: Algorithm, topk: int) -> StatsSpec:
-    """Return the statistics that a forward pass computes for ``algorithm`` with ``topk`` log-probabilities."""
+def stats_spec(algorithm: Algorithm, topk: int, teacher_topk: int = 0) -> StatsSpec:
+    """Return the statistics that a forward pass computes for ``algorithm``.
+
+    ``topk``: K of the batches' TopK(mu). ``teacher_topk``: K of a teacher's scores. 0: none.
+    """
     return StatsSpec(
         topk=topk > 0 or algorithm.needs_recomputed_distribution,
         entropy=True,
         topk_gradient=algorithm.needs_topk_gradient,
         squares=algorithm.needs_sum_squares,
+        teacher_topk=teacher_topk > 0,
     )
 
 

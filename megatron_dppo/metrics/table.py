@@ -1,9 +1,9 @@
 """The table of metrics. A row has a metric's name in ``metrics.jsonl``, its meaning, its divisor, its normal range, and
 the panel of the report that draws it. docs/metrics.md is generated from the table.
 
-A constant's value is a metric's name. Metrics under ``policy/``, ``mask/``, ``loss/`` and ``reference/`` are computed
-with the loss. The loop, the engine session and weight updates add all other metrics. This module does not import torch
-or matplotlib.
+A constant's value is a metric's name. Metrics under ``policy/``, ``mask/``, ``loss/``, ``reference/`` and
+``distillation/`` are computed with the loss. The loop, the engine session and weight updates add all other metrics.
+This module does not import torch or matplotlib.
 """
 
 from __future__ import annotations
@@ -133,6 +133,29 @@ REFERENCE_CLAMPED = _metric(
     "reference/clamped",
     "share of tokens whose log reference - log pi is above 20; the penalty takes 20 in its place",
     TRAINED_TOKENS,
+)
+TEACHER_GAP = _metric(
+    "distillation/gap",
+    "mean over trained tokens of log pi - log p_T of the sampled token, nats: if pi sampled, an estimate of "
+    "KL(pi || p_T)",
+    TRAINED_TOKENS,
+    line=Line("teacher", "log pi - log p_T"),
+)
+TEACHER_DISTANCE = _metric(
+    "distillation/distance",
+    "mean over trained tokens of the divergence that distillation.loss names, over TopK(p_T), the sampled token and "
+    "one bucket, nats",
+    TRAINED_TOKENS,
+    line=Line("teacher", "divergence", "second"),
+)
+TEACHER_MASKED = _metric(
+    "distillation/masked",
+    "share of trained tokens whose divergence from the teacher the mask leaves out",
+    TRAINED_TOKENS,
+    share=True,
+)
+TEACHER_TOPK_MASS = _metric(
+    "distillation/topk_mass", "mean mass of p_T on TopK(p_T)", TRAINED_TOKENS
 )
 POSITIVE = _metric("mask/tokens_positive", "trained tokens with A > 0")
 NEGATIVE = _metric("mask/tokens_negative", "trained tokens with A < 0")

@@ -109,6 +109,7 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
         "entropy": None if stats.entropy is None else stats.entropy[:, None],
         "sum_squares": None if stats.sum_squares is None else stats.sum_squares[:, None],
         "topk_log_probs": stats.topk_log_probs,
+        "teacher_topk_log_probs": stats.teacher_topk_log_probs,
     }
     present_parts = {name: part for name, part in parts.items() if part is not None}
     order = gathered_rows(batch.cu_seqlens, batch.num_tokens, size)
@@ -127,6 +128,7 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
         entropy=all_rows["entropy"].squeeze(1) if "entropy" in all_rows else None,
         sum_squares=squares,
         topk_log_probs=_like_own(all_rows.get("topk_log_probs"), stats.topk_log_probs),
+        teacher_topk_log_probs=all_rows.get("teacher_topk_log_probs"),
         fault_counts=fault_counts,
     )
 

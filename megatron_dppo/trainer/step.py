@@ -180,13 +180,15 @@ class StatsSpec:
 
     ``topk``: log-probabilities at the batch's ``topk_ids``. ``topk_gradient``: keep the gradient of the ``topk``
     log-probabilities. ``entropy``: the entropy of each token's distribution. ``squares``: the sum of the
-    distribution's squared probabilities.
+    distribution's squared probabilities. ``teacher_topk``: log-probabilities, with gradient, at the batch's
+    ``teacher_topk_ids``.
     """
 
     topk: bool = False
     entropy: bool = False
     topk_gradient: bool = False
     squares: bool = False
+    teacher_topk: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,15 +215,13 @@ class StatsFunction:
             spec: the statistics to compute; None: the ``spec`` of this object.
 
         Raises:
-            ValueError: ``spec.topk`` is set and the batch has no ``topk_ids``.
+            ValueError: the batch lacks ``topk_ids`` or ``teacher_topk_ids``, which ``spec`` needs.
         """
         spec = spec or self.spec
         group = None
         if self.topology.tp_size > 1:
             group = self.topology.tensor_group
-        topk_ids = None
-        if spec.topk:
-            topk_ids = batch.column("topk_ids").long()
+        ids = _QueriedIds.of(batch, spec)
         stats = head_stats(
             # The factors' products (states times weight) add up to the logits.
             head_factors(self.last_chunk, hidden.squeeze(0)),
@@ -229,15 +229,72 @@ class StatsFunction:
             group,
             temperature=self.temperature,
             vocab_size=self.vocab_size,
-            topk_ids=topk_ids,
+            topk_ids=ids.queried,
             with_entropy=spec.entropy,
             with_squares=spec.squares,
             counted=batch.loss_mask,
             options=self.options,
         )
-        if spec.topk_gradient or stats.topk_log_probs is None:
-            return stats
-        return replace(stats, topk_log_probs=stats.topk_log_probs.detach())
+        log_probs, teacher_log_probs = ids.parts(stats.topk_log_probs)
+        if log_probs is not None and not spec.topk_gradient:
+            log_probs = log_probs.detach()
+        return replace(stats, topk_log_probs=log_probs, teacher_topk_log_probs=teacher_log_probs)
+
+
+@dataclass(frozen=True)
+class _QueriedIds:
+    """The ids of TopK(mu) and TopK(p_T) that one call of ``head_stats`` computes log-probabilities at.
+
+    The ids that a call computes must differ. So a teacher's id that TopK(mu) has too is computed once, and copied.
+
+    Attributes:
+        topk: int64 [T, K]; None if the loss does not need TopK(mu).
+        teacher: int64 [T, K']; None if the loss does not need TopK(p_T).
+        place: int64 [T, K'], the column of ``topk`` that has the teacher's id, or -1. None unless both are needed.
+    """
+
+    topk: Tensor | None
+    teacher: Tensor | None
+    place: Tensor | None
+
+    @classmethod
+    def of(cls, batch: PackedBatch, spec: StatsSpec) -> _QueriedIds:
+        topk = batch.column("topk_ids").long() if spec.topk else None
+        teacher = batch.column("teacher_topk_ids").long() if spec.teacher_topk else None
+        place = None
+        if topk is not None and teacher is not None:
+            place = columns_of(teacher, topk)
+        return cls(topk, teacher, place)
+
+    @property
+    def queried(self) -> Tensor | None:
+        """The ids of the call, int64 [T, K], [T, K'] or [T, K + K']; None if no ids are needed."""
+        if self.topk is None or self.teacher is None:
+            return self.teacher if self.topk is None else self.topk
+        assert self.place is not None
+        return torch.cat([self.topk, self.teacher.masked_fill(self.place >= 0, -1)], 1)
+
+    def parts(self, log_probs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Divide the log-probabilities at ``queried`` into those at ``topk`` and those at ``teacher``."""
+        if log_probs is None or self.teacher is None:
+            return log_probs, None
+        if self.topk is None:
+            return None, log_probs
+        assert self.place is not None
+        topk, teacher = log_probs.split([self.topk.shape[1], self.teacher.shape[1]], dim=1)
+        copied = topk.gather(1, self.place.clamp(min=0))
+        return topk, torch.where(self.place >= 0, copied, teacher)
+
+
+def columns_of(ids: Tensor, among: Tensor) -> Tensor:
+    """Return for each of ``ids`` [T, K'] the column of ``among`` [T, K] with the same id; -1 without one. int64.
+
+    An id of -1 stands for "none" and has no column. The ids of a row of ``among`` differ.
+    """
+    sorted_ids, order = among.sort(dim=1)
+    place = torch.searchsorted(sorted_ids, ids).clamp(max=among.shape[1] - 1)
+    is_there = (sorted_ids.gather(1, place) == ids) & (ids >= 0)
+    return torch.where(is_there, order.gather(1, place), -1)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.algorithms.algorithm import Algorithm
+from megatron_dppo.algorithms.distillation import Distillation, TeacherScores
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
 from megatron_dppo.algorithms.reference_penalty import reference_penalty
@@ -33,6 +34,7 @@ def make_token_loss(
     reference_estimator: EstimatorName = "k3",
     *,
     weighted_reference: bool = False,
+    distillation: Distillation | None = None,
 ) -> TokenLoss:
     """Return the loss of ``algorithm``, a SUM over tokens, as a function of a micro-batch's statistics.
 
@@ -46,6 +48,7 @@ def make_token_loss(
         reference_estimator: a name in ``algorithms.reference_penalty.ESTIMATORS``.
         weighted_reference: whether the penalty of a token is multiplied by min(pi / mu, the algorithm's cap). pi is the
             trained policy, mu the rollout policy.
+        distillation: the loss with a teacher; batches then need the columns of the teacher's scores. None: no teacher.
     """
     cap = algorithm.ratio_cap if weighted_reference else None
     penalty = None
@@ -58,7 +61,10 @@ def make_token_loss(
         scale = None
         if token_scale is not None:
             scale = token_scale(inputs)
-        sums = policy_loss(algorithm, inputs, scale)
+        if distillation is None:
+            sums = policy_loss(algorithm, inputs, scale)
+        else:
+            inputs, sums = distillation.sums(inputs, teacher_scores(stats, batch), scale)
         if penalty is not None:
             reference = batch.column("reference_log_probs").to(inputs.log_probs.device)
             sums = penalty(sums, inputs, reference, scale)
@@ -110,6 +116,24 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
     )
 
 
+def teacher_scores(stats: PolicyStats, batch: PackedBatch) -> TeacherScores:
+    """Combine the teacher's columns of a micro-batch with its statistics, on the statistics' device.
+
+    Raises ValueError if the batch has no ``teacher_log_probs``.
+    """
+    batch = batch.to(stats.log_probs.device)
+    teacher_log_probs = batch.column("teacher_log_probs")
+    if stats.teacher_topk_log_probs is None:
+        return TeacherScores(teacher_log_probs)
+    columns = with_sampled(
+        stats.teacher_topk_log_probs,
+        batch.column("teacher_topk_log_probs"),
+        batch.column("teacher_topk_ids"),
+        sampled=(stats.log_probs, teacher_log_probs, batch.target_ids),
+    )
+    return TeacherScores(teacher_log_probs, *columns)
+
+
 def sequence_ids(batch: PackedBatch, branches: Tensor) -> Tensor:
     """Return for each token the number of its response in the pack, int64 [T]. ``branches``: see ``branch_ids``."""
     # Branches of one response follow each other in the pack and have the same ``sequence_index``.
@@ -127,7 +151,8 @@ def branch_ids(batch: PackedBatch) -> Tensor:
 def with_sampled(
     topk: Tensor, rollout_topk: Tensor, ids: Tensor, *, sampled: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log pi and log mu at TopK(mu) and the sampled token, [T, K + 1], and a bool mask of valid columns.
+    """Return log pi and log mu at TopK(mu) and the sampled token, [T, K + 1], and a bool mask of valid columns. A
+    teacher's scores may take the place of mu's.
 
     ``topk``, ``rollout_topk``, ``ids``: [T, K], with id -1 in empty columns. ``sampled``: log pi, log mu and ids [T].
     """

@@ -121,6 +121,9 @@ class PolicyStats:
     """V, or None if it is unknown."""
     sum_squares: Tensor | None = None
     """[T]: sum over the vocabulary of pi^2, without gradient."""
+    teacher_topk_log_probs: Tensor | None = None
+    """[T, K']: log pi at a teacher's Top-K ids, differentiable. ``StatsFunction`` fills it; the functions of this
+    package do not."""
 
     def raise_on_faults(self) -> None:
         """Raise ValueError unless all ``fault_counts`` are 0. Reads them from the device: a sync on a GPU."""

@@ -1,0 +1,236 @@
+"""On-policy distillation: losses that draw the policy to a teacher at the tokens that were sampled.
+
+Legend: pi = the policy that trains, p_T = the teacher, mu = the policy that sampled, y = the sampled token. S = the ids
+of TopK(p_T) and y. Columns of Top-K tensors: TopK(p_T), and last y. m and q = the mass of all other ids, under p_T and
+pi.
+
+The losses hold the states (the tokens before y) fixed, as an algorithm's surrogate does: a loss has no gradient through
+the probability of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms import table
+from megatron_dppo.algorithms.algorithm import Algorithm
+from megatron_dppo.algorithms.decisions import decide
+from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
+from megatron_dppo.algorithms.topk_terms import with_slope
+from megatron_dppo.metrics import table as metric_names
+from megatron_dppo.metrics.sums import MetricSums
+
+Distance = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(log pi [..., K + 1], log p_T [..., K + 1], valid columns [..., K + 1]) -> a divergence of S and one bucket for the
+other ids [...], and its derivative by log pi at the columns [..., K + 1]. Both are float64, without gradient."""
+
+
+@dataclass(frozen=True)
+class TeacherScores:
+    """A teacher's log-probabilities (natural logarithms) of T tokens, beside the policy's.
+
+    Attributes:
+        log_probs: log p_T of y, shaped as ``TokenInputs.log_probs``.
+        policy_topk_log_probs: ``[..., K + 1]``, log pi at the columns, with gradient. None without TopK(p_T).
+        topk_log_probs: ``[..., K + 1]``, log p_T at the columns.
+        topk_valid: Bool ``[..., K + 1]``: False for padding, and for y if TopK(p_T) holds y.
+    """
+
+    log_probs: Tensor
+    policy_topk_log_probs: Tensor | None = None
+    topk_log_probs: Tensor | None = None
+    topk_valid: Tensor | None = None
+
+
+@torch.no_grad()
+def reverse_kl(log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute KL(pi || p_T) over S and one bucket: sum over S of pi log(pi / p_T), and q log(q / m).
+
+    The derivative by log pi_i, with q = 1 - sum over S of pi, is pi_i (log(pi_i / p_Ti) - log(q / m)). The value is a
+    lower bound of the KL over the vocabulary. The gradient by the logits equals the whole KL's if all ids outside of S
+    have equal pi / p_T.
+    """
+    columns = _Columns.of(log_pi, log_teacher, valid)
+    log_ratio = columns.log_pi - columns.log_teacher
+    terms = torch.where(columns.pi > 0, columns.pi * log_ratio, 0.0)
+    rest_log_ratio = columns.log_rest_pi - columns.log_rest_teacher
+    distance = terms.sum(-1) + columns.rest_pi * rest_log_ratio
+    return distance, terms - columns.pi * rest_log_ratio[..., None]
+
+
+@torch.no_grad()
+def forward_kl(log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute KL(p_T || pi) over S and one bucket: sum over S of p_T log(p_T / pi), and m log(m / q).
+
+    The derivative by log pi_i, with q = 1 - sum over S of pi, is -p_Ti + pi_i m / q. The value is a lower bound of the
+    KL over the vocabulary. The gradient by the logits equals the whole KL's if all ids outside of S have equal
+    pi / p_T. The value is inf if pi = 0 < p_T at a column.
+    """
+    columns = _Columns.of(log_pi, log_teacher, valid)
+    log_ratio = columns.log_teacher - columns.log_pi
+    terms = torch.where(columns.teacher > 0, columns.teacher * log_ratio, 0.0)
+    rest_log_ratio = columns.log_rest_teacher - columns.log_rest_pi
+    distance = terms.sum(-1) + columns.rest_teacher * rest_log_ratio
+    rest_quotient = columns.rest_teacher / columns.log_rest_pi.exp()
+    return distance, columns.pi * rest_quotient[..., None] - columns.teacher
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Probabilities at the valid columns, 0 at the others, and of the bucket; float64.
+
+    The masses of the bucket have rounding errors of about u, four times the eps of the log-probabilities' dtype. A mass
+    of at most u counts as 0, and its logarithm as log u, so that rounding alone makes no distance large.
+    """
+
+    log_pi: Tensor
+    log_teacher: Tensor
+    pi: Tensor
+    teacher: Tensor
+    rest_pi: Tensor
+    rest_teacher: Tensor
+    log_rest_pi: Tensor
+    log_rest_teacher: Tensor
+
+    @classmethod
+    def of(cls, log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> _Columns:
+        assert log_pi.shape == log_teacher.shape == valid.shape
+        resolution = 4 * max(torch.finfo(x.dtype).eps for x in (log_pi, log_teacher))
+        log_pi = log_pi.double().clamp(max=0)
+        log_teacher = log_teacher.double().clamp(max=0)
+        pi = torch.where(valid, log_pi.exp(), 0.0)
+        teacher = torch.where(valid, log_teacher.exp(), 0.0)
+        rest_pi = 1 - pi.sum(-1)
+        rest_teacher = 1 - teacher.sum(-1)
+        return cls(
+            log_pi,
+            log_teacher,
+            pi,
+            teacher,
+            torch.where(rest_pi > resolution, rest_pi, 0.0),
+            torch.where(rest_teacher > resolution, rest_teacher, 0.0),
+            rest_pi.clamp(min=resolution).log(),
+            rest_teacher.clamp(min=resolution).log(),
+        )
+
+
+DISTANCES: dict[table.DistillationLoss, Distance] = {"reverse": reverse_kl, "forward": forward_kl}
+"""The losses of ``distillation.loss`` that need TopK(p_T)."""
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The loss of an algorithm with a teacher.
+
+    Attributes:
+        algorithm: Its mask bounds the distillation too, if ``masked``.
+        loss: ``sampled``, or a name in ``DISTANCES``.
+        weight: Factor of the distillation loss.
+        rewards: Whether the advantages of the rewards count. False: the teacher replaces them.
+        masked: Whether the algorithm's mask applies to the distillation loss.
+    """
+
+    algorithm: Algorithm
+    loss: table.DistillationLoss
+    weight: float = 1.0
+    rewards: bool = True
+    masked: bool = True
+
+    def sums(
+        self, inputs: TokenInputs, teacher: TeacherScores, token_scale: Tensor | None = None
+    ) -> tuple[TokenInputs, LossSums]:
+        """Return the inputs with the advantages that the mask has seen, and the loss as ``policy_loss`` does.
+
+        Let A be the advantage of the rewards, or 0 without ``rewards``, and a = log p_T(y) - log pi(y), without
+        gradient.
+
+        - ``sampled``, masked: the algorithm's loss with the advantage A + weight a.
+        - ``sampled``, not masked: the algorithm's loss with A, and the same loss without a mask with weight a. Over
+          samples of pi, the mean of -a grad log pi is the gradient of KL(pi || p_T).
+        - ``reverse`` and ``forward``: the algorithm's loss with A, and weight times the distance at every token.
+          Masked: only at tokens that the algorithm's mask lets train if a is their advantage.
+        """
+        drawn = teacher.log_probs.to(inputs.log_probs.dtype) - inputs.log_probs.detach()
+        metrics = MetricSums(
+            sums={metric_names.TEACHER_GAP: -_total(inputs.loss_mask & drawn.isfinite(), drawn)}
+        )
+        if self.loss == "sampled":
+            inputs, sums = self._sampled(inputs, drawn, token_scale)
+        else:
+            inputs, sums = self._distance(inputs, teacher, drawn, token_scale)
+        return inputs, replace(sums, metrics=sums.metrics + metrics)
+
+    def _sampled(
+        self, inputs: TokenInputs, drawn: Tensor, token_scale: Tensor | None
+    ) -> tuple[TokenInputs, LossSums]:
+        own_inputs = replace(inputs, advantages=self.weight * drawn)
+        if not self.rewards:
+            return own_inputs, policy_loss(self._decider, own_inputs, token_scale)
+        if self.masked:
+            advantages = inputs.advantages + own_inputs.advantages
+            inputs = replace(inputs, advantages=advantages)
+            return inputs, policy_loss(self.algorithm, inputs, token_scale)
+        sums = policy_loss(self.algorithm, inputs, token_scale)
+        with torch.no_grad():
+            decisions = decide(self._decider, own_inputs)
+            slope = torch.where(decisions.trains, -decisions.capped * own_inputs.advantages, 0.0)
+            if token_scale is not None:
+                slope = slope * token_scale.to(slope.dtype)
+        term = slope.sum() + with_slope(inputs.log_probs, slope)
+        return inputs, replace(sums, loss=sums.loss + term)
+
+    def _distance(
+        self, inputs: TokenInputs, teacher: TeacherScores, drawn: Tensor, token_scale: Tensor | None
+    ) -> tuple[TokenInputs, LossSums]:
+        log_pi = teacher.policy_topk_log_probs
+        log_teacher = teacher.topk_log_probs
+        valid = teacher.topk_valid
+        assert log_pi is not None
+        assert log_teacher is not None
+        assert valid is not None
+        drawn_inputs = replace(inputs, advantages=drawn)
+        if self.rewards:
+            sums = policy_loss(self.algorithm, inputs, token_scale)
+        else:
+            inputs = drawn_inputs
+            sums = policy_loss(self._decider, inputs, token_scale, with_surrogate=False)
+        with torch.no_grad():
+            counted = decide(self._decider, drawn_inputs).trains
+            distance, slopes = DISTANCES[self.loss](log_pi, log_teacher, valid)
+            mass = torch.where(valid, log_teacher.double().exp(), 0.0)[..., :-1].sum(-1)
+            metrics = {
+                metric_names.TEACHER_DISTANCE: _total(inputs.loss_mask, distance),
+                metric_names.TEACHER_MASKED: (inputs.loss_mask & ~counted).sum().double(),
+                metric_names.TEACHER_TOPK_MASS: _total(inputs.loss_mask, mass),
+            }
+            factor = torch.where(counted, self.weight, 0.0).double()
+            if token_scale is not None:
+                factor = factor * token_scale.double()
+            value = torch.where(counted, factor * distance, 0.0).sum()
+            slopes = torch.where(counted[..., None], factor[..., None] * slopes, 0.0)
+        term = value.to(inputs.log_probs.dtype) + with_slope(log_pi, slopes)
+        metrics_sums = sums.metrics + MetricSums(sums=metrics)
+        return inputs, replace(sums, loss=sums.loss + term, metrics=metrics_sums)
+
+    @cached_property
+    def _decider(self) -> Algorithm:
+        """The algorithm that decides which tokens the teacher's part of the loss trains."""
+        if self.masked:
+            return self.algorithm
+        return replace(self.algorithm, mask=_every_token)
+
+
+def _every_token(inputs: TokenInputs) -> Tensor:
+    """The mask of a loss without a mask."""
+    return torch.ones_like(inputs.loss_mask)
+
+
+def _total(selection: Tensor, values: Tensor) -> Tensor:
+    """Sum ``values`` over the tokens in ``selection``, float64."""
+    return torch.where(selection, values, 0.0).sum(dtype=torch.float64)
