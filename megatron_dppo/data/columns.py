@@ -429,6 +429,7 @@ LOSS_COLUMNS = tuple(
         ("topk_log_probs", "float32", ("topk",)),
         ("entropy", "float32", ()),
         ("divergence", "float64", ()),
+        ("advantages", "float32", ()),
         ("trains", "bool", ()),
     )
 )
@@ -436,6 +437,7 @@ LOSS_COLUMNS = tuple(
 
 Responses without a gradient have none of these columns. All other responses have ``loss_log_probs`` (log pi) and
 ``loss_trains`` (whether the token trained). Each of the other columns exists only if the loss had its values:
-``loss_recomputed_log_probs``, ``loss_topk_log_probs`` (log pi at TopK(mu)), ``loss_entropy`` (the entropy of pi) and
-``loss_divergence`` (the divergence that the mask compares with a threshold).
+``loss_recomputed_log_probs``, ``loss_topk_log_probs`` (log pi at TopK(mu)), ``loss_entropy`` (the entropy of pi),
+``loss_divergence`` (the divergence that the mask compares with a threshold) and ``loss_advantages`` (the advantages
+that the mask saw, in a run with a teacher).
 """

@@ -329,8 +329,9 @@ class Trajectory:
         """A of each sampled token: float32 [N].
 
         It is the advantage of the token's turn if turns have separate advantages, else the advantage of the response.
+        A trajectory that was read with ``LOSS_COLUMNS`` of a run with a teacher has the advantages of the loss.
         """
-        advantages = self.columns.get("advantages")
+        advantages = self.columns.get("loss_advantages", self.columns.get("advantages"))
         if advantages is None:
             return np.full(self.sampled, self.advantage, np.float32)
         return advantages

@@ -73,11 +73,13 @@ log-probabilities take 8 x K bytes more."""
 class LossRecord:
     """Keeps the inputs and results of the loss of each token on the device, until ``collect``.
 
-    The record takes about 60 bytes a token, plus log pi at the engine's TopK(mu).
+    The record takes about 60 bytes a token, plus log pi at the engine's TopK(mu). ``has_teacher``: whether the loss
+    changes the advantages.
     """
 
-    def __init__(self, algorithm: Algorithm) -> None:
+    def __init__(self, algorithm: Algorithm, *, has_teacher: bool = False) -> None:
         self._algorithm = algorithm
+        self._has_teacher = has_teacher
         self._parts: list[tuple[packing.PackedBatch, dict[str, Tensor]]] = []
 
     def add(self, batch: packing.PackedBatch, inputs: TokenInputs, sums: LossSums) -> None:
@@ -90,6 +92,7 @@ class LossRecord:
             "loss_topk_log_probs": self._topk(inputs),
             "loss_entropy": None if inputs.entropy is None else inputs.entropy.float(),
             "loss_divergence": self._algorithm.divergence(inputs),
+            "loss_advantages": inputs.advantages.float() if self._has_teacher else None,
             "loss_trains": inputs.loss_mask & ~sums.blocked,
         }
         # Drop the columns: Top-K and recorded routing would stay on the device until the end of the step.
@@ -366,7 +369,10 @@ class Learner:
         self._trainer = trainer
         self._algorithm = algorithm
         self._masked_tokens = MaskedTokenCounts(trainer.shape.vocab_size)
-        self._loss_record = LossRecord(algorithm) if config.rollout.save else None
+        self._loss_record = None
+        if config.rollout.save:
+            has_teacher = bool(config.distillation.teachers)
+            self._loss_record = LossRecord(algorithm, has_teacher=has_teacher)
         loss_observers = [self._count_masked]
         if self._loss_record is not None:
             loss_observers.append(self._loss_record.add)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms.algorithm import build_algorithm
+from megatron_dppo.algorithms.distillation import Distillation
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.data.columns import LOSS_COLUMNS
@@ -82,7 +83,7 @@ def test_every_preset_records_what_its_mask_compared(name):
     assert sorted(found) == [0, 1, 2, 4]
     for position, columns in found.items():
         response = trajectories[position].with_columns(**columns)  # fails on another shape or dtype
-        absent = {"loss_divergence"}
+        absent = {"loss_divergence", "loss_advantages"}
         if algorithm.needs_recomputed_distribution:
             absent.add("loss_topk_log_probs")
         assert set(columns) - {"loss_divergence"} == set(LOSS_COLUMNS) - absent
@@ -107,3 +108,24 @@ def test_topk_is_kept_up_to_a_width(width, kept):
     )  # fmt: skip
     topk = LossRecord(build_algorithm("dppo-topk-tv"))._topk(x)
     assert (None if topk is None else topk.shape[1]) == (width if kept else None)
+
+
+def test_the_advantages_that_a_teacher_changed_are_recorded_and_read_back():
+    """A = 0 for all rewards, so that log p_T - log pi is the advantage of the loss."""
+    algorithm = build_algorithm("dppo-binary-tv")
+    record = LossRecord(algorithm, has_teacher=True)
+    trajectories = []
+    for t in samples():
+        teacher = np.full(t.sampled, -1.5, np.float32)
+        trajectories.append(t.with_columns(teacher_log_probs=teacher))
+    distillation = Distillation(algorithm, "sampled", rewards=False)
+    loss = make_token_loss(algorithm, observers=[record.add], distillation=distillation)
+    batch = packed(trajectories, [0, 1], indices=[0, 1])
+    table = torch.randn(V, V, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    logits = table[batch.token_ids]
+    loss(policy_stats(logits, batch.target_ids, vocab_size=V), batch)
+    columns = by_response(*record._parts[0])[1]
+    response = trajectories[1].with_columns(**columns)
+    expected = -1.5 - response.column("loss_log_probs")
+    assert np.allclose(response.advantages, expected, rtol=1e-6)
+    assert not np.allclose(trajectories[1].advantages, expected)

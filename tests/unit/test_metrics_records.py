@@ -116,7 +116,8 @@ def test_every_row_names_a_divisor_and_a_panel_that_there_are():
     lines = [row.line for row in METRICS.values() if row.line]
     panels = {line.panel for line in lines if line.panel}
     assert panels == {"gap", "masked", "entropy", "reward", "length", "memory", "tflops", "mfu", "likelihood",
-                     "update seconds", "update bytes", "age", "waiting", "turns", "prefix", "accepted", "teacher"}  # fmt: skip
+                     "update seconds", "update bytes", "age", "waiting", "turns", "prefix", "accepted",
+                     "teacher"}  # fmt: skip
 
 
 def test_the_page_of_metrics_is_the_table():

@@ -85,6 +85,9 @@ DTYPES = {
     "reference_log_probs": ("float32",),
     "topk_ids": ("int32",),
     "topk_log_probs": ("float32",),
+    "teacher_log_probs": ("float32",),
+    "teacher_topk_ids": ("int32",),
+    "teacher_topk_log_probs": ("float32",),
     "weight_version": ("int32",),
     "routing_version": ("int32",),
     "routed_experts": ("uint8", "uint16"),
@@ -93,6 +96,7 @@ DTYPES = {
     "loss_recomputed_log_probs": ("float32",),
     "loss_entropy": ("float32",),
     "loss_divergence": ("float64",),
+    "loss_advantages": ("float32",),
     "loss_trains": ("bool",),
     "loss_topk_log_probs": ("float32",),
 }
@@ -106,17 +110,18 @@ def test_what_each_column_is():
         return {name for name, column in columns.items() if holds(column)}
 
     loss = {name for name in DTYPES if name.startswith("loss_")}
-    topk = {"topk_ids", "topk_log_probs"}
+    ids = {"topk_ids", "teacher_topk_ids"}
+    topk = {*ids, "topk_log_probs", "teacher_topk_log_probs"}
     versions = {"weight_version", "routing_version"}
     assert set(LOSS_COLUMNS) == loss
     inputs = {"routed_experts", "branch"}
     assert names_where(lambda c: c.rows is Rows.INPUT) == inputs
     assert names_where(lambda c: c.rows is Rows.SAMPLED) == DTYPES.keys() - inputs
-    log_probs = {f"{of}_log_probs" for of in ("rollout", "recomputed", "reference")}
+    log_probs = {f"{of}_log_probs" for of in ("rollout", "recomputed", "reference", "teacher")}
     assert names_where(lambda c: c.read_by is ReadBy.LAST) == log_probs | topk
     assert names_where(lambda c: c.read_by is ReadBy.ALL) == loss | versions | inputs
-    assert names_where(lambda c: c.fill == -1) == {"topk_ids"}
-    assert names_where(lambda c: c.fill == 0) == DTYPES.keys() - {"topk_ids"}
+    assert names_where(lambda c: c.fill == -1) == ids
+    assert names_where(lambda c: c.fill == 0) == DTYPES.keys() - ids
     assert names_where(lambda c: not c.complete) == loss | inputs | {"routing_version"}
     assert names_where(lambda c: not c.packed) == loss | versions | {"branch"}
     assert names_where(lambda c: c.usable is not None) == {"routed_experts"}
