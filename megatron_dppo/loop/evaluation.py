@@ -18,6 +18,7 @@ from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession, WeightsLostError
 from megatron_dppo.loop.ownership import own_positions
 from megatron_dppo.loop.recorder import Recorder
+from megatron_dppo.loop.run_state import last_due
 from megatron_dppo.loop.sample_maker import SampleMaker, sample_positions
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import ScoredGeneration
@@ -201,16 +202,6 @@ class Evaluator:
             samples += map(Sample.from_json, lines)
             versions.update(rank_versions)
         return total_reward / count, samples, versions
-
-
-def last_due(step: int, every: int, steps: int) -> int:
-    """Return the last step, up to ``step``, after which an action is due.
-
-    The action is due after each ``every`` steps, and after the last step of a run of ``steps`` steps.
-    """
-    if step == steps:
-        return step
-    return step - step % every
 
 
 @dataclass(eq=False)

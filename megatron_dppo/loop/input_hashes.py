@@ -77,6 +77,7 @@ class BackgroundHashes:
     """
 
     def __init__(self, files: Mapping[str, Path], topology: Topology) -> None:
+        self.files = files
         sizes = on_rank_0(partial(_sizes_of, files), error=InputError)
         self._bytes = sum(sizes.values())
         names = list(sizes)

@@ -141,6 +141,16 @@ _LATER_FIELDS = {"weights", "settings"}
 """Fields that checkpoints of earlier versions lack."""
 
 
+def last_due(step: int, every: int, steps: int) -> int:
+    """Return the last step, up to ``step``, after which an action is due.
+
+    The action is due after each ``every`` steps, and after the last step of a run of ``steps`` steps.
+    """
+    if step == steps:
+        return step
+    return step - step % every
+
+
 def settings_of(config: PolicyConfig) -> dict[str, Any]:
     """Return the whole configuration as plain JSON, without ``run.resume``: each start may choose its value."""
     settings = config.model_dump(mode="json")

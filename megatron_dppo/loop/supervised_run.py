@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +25,10 @@ from megatron_dppo.data.problems import Turns, TurnSets
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal
+from megatron_dppo.loop.checkpoints import RunCheckpoints
 from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
-from megatron_dppo.loop.evaluation import last_due
 from megatron_dppo.loop.recorder import RecordingError, opened_trackers
-from megatron_dppo.loop.resuming import continue_sampler, resume
-from megatron_dppo.loop.run_state import RunState, settings_of
+from megatron_dppo.loop.run_state import last_due
 from megatron_dppo.metrics import records
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
@@ -38,8 +36,7 @@ from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.shape import forward_flops
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.trainer.checkpoint.store import CheckpointStore
-from megatron_dppo.trainer.collectives import all_gather_json, any_rank, on_rank_0
+from megatron_dppo.trainer.collectives import all_gather_json, any_rank
 from megatron_dppo.trainer.run_export import export
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
@@ -89,18 +86,13 @@ class SupervisedRun:
         with self._timer("start"), patience("others start"):
             self._trainer = Trainer(config)
         fence.join()
-        directory = Path(config.run.directory)
-        self._store = CheckpointStore(
-            directory / records.CHECKPOINTS_FOLDER,
-            config.checkpoint.keep,
-            fence.check_together,
-            background=config.checkpoint.background,
-            published=partial(records.remember_checkpoint, directory),
-        )
-        stack.callback(self._store.close)
+        self._checkpoints = RunCheckpoints(config, self._trainer, fence)
+        stack.callback(self._checkpoints.store.close)
         self._sampler = ProblemSampler(len(data.train), config.run.seed)
-        self._state = self._resume()
-        self._saved_step = self._state.step
+        self._state = self._checkpoints.resume(self._sampler, _identity(config, data.train))
+        if self._state.step == 0:
+            self._require_no_export()
+        directory = config.run.directory
         self._writer: records.MetricsWriter | None = None
         if self._trainer.topology.rank == 0:
             # A new run also writes the record of step 0.
@@ -134,12 +126,12 @@ class SupervisedRun:
                 values = self._step()
                 state.step += 1
                 state.sampler = self._sampler.state_dict()
-                if self._is_due(self._config.evaluation.every):
+                if last_due(state.step, self._config.evaluation.every, steps) == state.step:
                     values |= self._held_out_losses()
                 self._record(values)
-                if self._is_due(self._config.checkpoint.every):
+                if self._checkpoints.is_due(state.step):
                     self._save()
-                self._store.poll()
+                self._checkpoints.store.poll()
                 loss = values[metric_names.NEGATIVE_LOG_LIKELIHOOD]
                 bar.update(completed=state.step, note=f"{loss:.3f} nats a token")
                 # A signal reaches the ranks at different moments.
@@ -210,7 +202,7 @@ class SupervisedRun:
 
     def _record(self, values: Mapping[str, float]) -> None:
         """Write the metrics of the present step, with the seconds of its phases. Raises RecordingError."""
-        figures = {**values, **self._store.figures(), **self._timer.finish_step()}
+        figures = {**values, **self._checkpoints.store.figures(), **self._timer.finish_step()}
         if self._writer is None:
             return
         self._fence.check()
@@ -222,29 +214,6 @@ class SupervisedRun:
             ) from error
         self._trackers.scalars(self._state.step, figures)
 
-    def _is_due(self, every: int) -> bool:
-        return last_due(self._state.step, every, self._config.run.steps) == self._state.step
-
-    def _resume(self) -> RunState:
-        """Load the state that this start continues from into the trainer and the sampler, and return it."""
-        run = self._config.run
-        self._fence.check_together()
-        identity = _identity(self._config, self._data.train)
-        state = resume(
-            run,
-            self._config.checkpoint,
-            self._trainer,
-            self._store,
-            identity,
-            replays=False,
-            nonce=self._fence.nonce,
-        )
-        if state is None:
-            self._require_no_export()
-            return RunState(sampler=self._sampler.state_dict(), identity=identity)
-        continue_sampler(self._sampler, state, self._config)
-        return state
-
     def _require_no_export(self) -> None:
         """Raise CheckpointError if an export is there, and no checkpoint that it belongs to."""
         out = Path(self._config.run.directory) / records.EXPORT_FOLDER
@@ -253,18 +222,14 @@ class SupervisedRun:
 
     def _save(self) -> None:
         """Start writing a checkpoint of this step, unless there is one; the previous checkpoint is complete before."""
-        state = self._state
-        if state.step == self._saved_step:
+        if self._state.step == self._checkpoints.saved_step:
             return
         with self._timer("checkpoint"), patience("others save"):
-            state.weights = {self._trainer.weights_form(): self._trainer.weights_digest()}
-            state.settings = on_rank_0(partial(settings_of, self._config))
-            self._store.save(self._trainer, state.step, state.to_json())
-        self._saved_step = state.step
+            self._checkpoints.save(self._state, self._trainer.weights_digest())
 
     def _finish_checkpoint(self) -> None:
         with patience("others save"):
-            self._store.finish()
+            self._checkpoints.store.finish()
 
 
 def _identity(config: SupervisedConfig, sequences: Sequence[Turns]) -> dict[str, object]:
