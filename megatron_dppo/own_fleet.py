@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.errors import given
-from megatron_dppo.config.machine import passed_variable_faults, this_machine
+from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION, free_server_port
 from megatron_dppo.engine.process import EngineProcess, Runtime, local_launcher
 from megatron_dppo.launch.local import local_placement
+from megatron_dppo.launch.machine_checks import passed_variable_faults
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.errors import RunError

@@ -26,6 +26,7 @@ from megatron_dppo.config.data_schema import (
 )
 from megatron_dppo.config.errors import ConfigError, given
 from megatron_dppo.config.lora import (
+    adapter_folder_faults,
     adapter_update_faults,
     engine_adapter_faults,
     lora_faults,
@@ -487,6 +488,7 @@ def check_config(
         return (
             layout.layout_faults(sizes, config.megatron, model),
             lora_faults(config.lora, sizes, model, has_engines=True),
+            adapter_folder_faults(config.lora),
             adapter_update_faults(config.lora, model),
             _router_replay(rollout, config.megatron, model),
             _recompute(config, model),
@@ -539,6 +541,7 @@ def check_supervised_config(config: schema.SupervisedConfig, source: str = "conf
             layout.layout_faults(parallel.sizes, config.megatron, model),
             _recompute(config, model),
             lora_faults(config.lora, parallel.sizes, model, has_engines=False),
+            adapter_folder_faults(config.lora),
         )
 
     _checked_model(config.model, model_checks, faults, source)

@@ -40,7 +40,10 @@ def adapters_of(lora: LoraConfig, shape: ModelShape) -> Adapters | None:
 def lora_faults(
     lora: LoraConfig, sizes: LayoutSizes, shape: ModelShape, *, has_engines: bool
 ) -> Faults:
-    """Report faults of the ``lora:`` section. ``has_engines``: false for a supervised run."""
+    """Report faults of the ``lora:`` section, without a look at ``start_from``.
+
+    ``has_engines``: false for a supervised run.
+    """
     if not lora.rank:
         yield from _without_adapters(lora)
         return
@@ -60,7 +63,6 @@ def lora_faults(
     if not size_faults(sizes) and not model_faults(sizes, shape):
         faults = adapter_faults(adapters, shape, Layout.of(sizes))
         yield from (f"lora: {fault}" for fault in faults)
-    yield from _folder(lora)
 
 
 def engine_adapter_faults(
@@ -162,9 +164,9 @@ def _without_adapters(lora: LoraConfig) -> Faults:
         yield f"lora.rank: got 0 (off) with {keys}, expected a rank above 0, or none of these keys"
 
 
-def _folder(lora: LoraConfig) -> Faults:
-    """Report a folder ``start_from`` that lacks files of adapters."""
-    if lora.start_from is None:
+def adapter_folder_faults(lora: LoraConfig) -> Faults:
+    """Report a folder ``start_from`` that lacks files of adapters. ``lora_faults`` reports the key without adapters."""
+    if not lora.rank or lora.start_from is None:
         return
     missing_files: list[str] = []
     for name in (PEFT_CONFIG, PEFT_WEIGHTS):

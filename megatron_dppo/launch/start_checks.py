@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from megatron_dppo.config import TrainConfig
 from megatron_dppo.config.checks import services_of
-from megatron_dppo.config.machine import Machine, allocator_faults, machine_faults
+from megatron_dppo.config.machine import Machine, allocator_faults
 from megatron_dppo.launch.local import local_placement
+from megatron_dppo.launch.machine_checks import machine_faults
 from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.spec import Roles
 from megatron_dppo.system import plugins
@@ -45,7 +46,8 @@ def check_start(config: TrainConfig, machine: Machine) -> StartCheck:
     Raises:
         ValueError: a registered check returns something else than a StartCheck.
     """
-    faults = list(machine_faults(config, machine))
+    roles = Roles.of(config)
+    faults = list(machine_faults(config, roles, machine))
     summaries = []
     checks, plugin_faults = plugins.sound_plugins(plugins.START_CHECKS)
     faults += plugin_faults
@@ -71,7 +73,7 @@ def check_start(config: TrainConfig, machine: Machine) -> StartCheck:
 
         faults += absent_services(config)
     try:
-        local_placement(config, Roles.of(config), machine)
+        local_placement(config, roles, machine)
     except PlacementError as error:
         faults.append(str(error))
     return StartCheck(faults, "\n".join(summaries))

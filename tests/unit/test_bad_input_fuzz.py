@@ -16,11 +16,13 @@ import pytest
 import yaml
 
 from megatron_dppo.config import load_config
-from megatron_dppo.config.machine import machine_faults, this_machine
+from megatron_dppo.config.machine import this_machine
 from megatron_dppo.evaluate import main as evaluate_main
+from megatron_dppo.launch.machine_checks import machine_faults
 from megatron_dppo.logging import FatalError
 from megatron_dppo.metrics.summary import saved_config
 from megatron_dppo.rollout import main as rollout_main
+from megatron_dppo.spec import Roles
 from megatron_dppo.train import main
 from tests.messages import mentions
 from tests.tiny_models import save_tiny_model
@@ -224,9 +226,14 @@ def test_a_variable_that_is_not_set_is_a_fault_of_the_machine(valid_tree, tmp_pa
     path.write_text(yaml.safe_dump(tree))
     config = load_config(path)
     key = "reward.further.second.passed_variables"
-    assert any(mentions(f, key, "NO_SUCH_KEY") for f in machine_faults(config, this_machine()))
+    assert any(
+        mentions(f, key, "NO_SUCH_KEY")
+        for f in machine_faults(config, Roles.of(config), this_machine())
+    )
     monkeypatch.setenv("NO_SUCH_KEY", "x")
-    assert not any(mentions(f, key) for f in machine_faults(config, this_machine()))
+    assert not any(
+        mentions(f, key) for f in machine_faults(config, Roles.of(config), this_machine())
+    )
 
 
 @pytest.mark.parametrize("command", [evaluate_main, rollout_main])

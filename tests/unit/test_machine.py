@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config.machine import Machine, machine_faults, this_machine
+from megatron_dppo.config.machine import Machine, this_machine
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.launch.machine_checks import machine_faults
+from megatron_dppo.spec import Roles
 from tests.messages import mentions
 from tests.unit.config_files import minimal
 
@@ -26,34 +28,38 @@ def machine(**values: int) -> Machine:
     return Machine(**{"cores": 2, "gpus": 0, "memory_bytes": 8 * GIB, "open_files": 1024, **values})
 
 
+def faults_on(config: TrainConfig, machine: Machine) -> list[str]:
+    return list(machine_faults(config, Roles.of(config), machine))
+
+
 def test_a_small_run_fits_here(tmp_path):
-    assert list(machine_faults(config(tmp_path), this_machine())) == []
+    assert faults_on(config(tmp_path), this_machine()) == []
     assert this_machine().cores >= 1
 
 
 def test_few_open_files_are_told_with_their_number(tmp_path):
-    assert list(machine_faults(config(tmp_path), machine(open_files=128))) == []
-    (problem,) = machine_faults(config(tmp_path), machine(open_files=127))
+    assert faults_on(config(tmp_path), machine(open_files=128)) == []
+    (problem,) = faults_on(config(tmp_path), machine(open_files=127))
     assert mentions(problem, "open files", 127, 128, "ulimit -n")
 
 
 def test_gpus_of_ranks(tmp_path):
     settings = config(tmp_path, parallel={"world_size": 4})
-    (problem,) = machine_faults(settings, machine(gpus=3))
+    (problem,) = faults_on(settings, machine(gpus=3))
     assert mentions(problem, "GPUs", 4, 3)
-    assert list(machine_faults(settings, machine(gpus=4))) == []
+    assert faults_on(settings, machine(gpus=4)) == []
 
 
 def test_cores_where_there_is_no_gpu(tmp_path):
     settings = config(tmp_path, parallel={"world_size": 15}, engine={"servers": 2})
-    (problem,) = machine_faults(settings, machine())
+    (problem,) = faults_on(settings, machine())
     assert mentions(problem, "run.processes_per_core", 8, 17)
-    assert list(machine_faults(settings, machine(cores=3))) == []
+    assert faults_on(settings, machine(cores=3)) == []
     sections = {"parallel": {"world_size": 15}, "engine": {"servers": 2}}
     allowed = config(tmp_path, **sections, run={"processes_per_core": 9})
-    assert list(machine_faults(allowed, machine())) == []
+    assert faults_on(allowed, machine()) == []
     replayed = config(tmp_path, parallel={"world_size": 16}, rollout={"replay_from": "x"})
-    assert list(machine_faults(replayed, machine())) == []
+    assert faults_on(replayed, machine()) == []
 
 
 DISK = {"strategy": "disk"}
@@ -74,7 +80,7 @@ DISK = {"strategy": "disk"}
     ],
 )  # fmt: skip
 def test_what_the_configuration_names_is_on_this_machine(tmp_path, sections, problem):
-    (fault,) = machine_faults(config(tmp_path, **sections), this_machine())
+    (fault,) = faults_on(config(tmp_path, **sections), this_machine())
     assert fault.startswith(problem)
 
 
@@ -86,7 +92,7 @@ def test_an_interpreter_without_the_servers_packages_is_told(tmp_path):
     python.chmod(0o755)
     for servers, lacking in {1: "megatron_dppo, sglang", 2: "megatron_dppo, sglang, smg"}.items():
         settings = config(tmp_path, engine={"python": str(python), "servers": servers})
-        (fault,) = machine_faults(settings, this_machine())
+        (fault,) = faults_on(settings, this_machine())
         assert fault == f"engine.python: got {str(python)!r}, which lacks {lacking}"
 
 
@@ -98,6 +104,6 @@ def test_what_starts_nothing_here_needs_no_python_and_no_disk(tmp_path):
         engine={"python": "/nowhere", "host": "203.0.113.9"},
         weight_sync={**DISK, "directory": "/proc"},
     )
-    assert list(machine_faults(settings, this_machine())) == []
+    assert faults_on(settings, this_machine()) == []
     engine = {"urls": ["http://10.0.0.1:3000"], "python": "/nowhere", "host": "203.0.113.9"}
-    assert list(machine_faults(config(tmp_path, engine=engine), this_machine())) == []
+    assert faults_on(config(tmp_path, engine=engine), this_machine()) == []

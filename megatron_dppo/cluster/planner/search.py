@@ -24,6 +24,7 @@ from megatron_dppo.cluster.planner.traffic import STORAGE
 from megatron_dppo.config import forwarded
 from megatron_dppo.config.checks import batch_faults
 from megatron_dppo.config.layout import layout_faults, world_faults
+from megatron_dppo.config.lora import lora_faults
 from megatron_dppo.config.machine import has_server_sizes, server_size_faults
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.engine_layout import EngineLayout, engine_size_faults, server_ranks
@@ -86,12 +87,7 @@ class Question:
         faults += layout_faults(sizes, config.megatron, self.shape)
         faults += forwarded.SGLANG.faults(config.sglang)
         faults += server_size_faults(config.sglang)
-        if config.lora.rank and sizes.tensor > self.shape.num_query_groups:
-            groups = self.shape.num_query_groups
-            faults.append(
-                f"parallel.tensor: got {sizes.tensor}, expected at most {groups}, the key-value heads, because the run "
-                "trains adapters"
-            )
+        faults += lora_faults(config.lora, sizes, self.shape, has_engines=True)
         return faults
 
     def facts(self) -> RunFacts:

@@ -21,8 +21,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from megatron_dppo.config.machine import LEAST_OPEN_FILES
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.launch.machine_checks import LEAST_OPEN_FILES
 from megatron_dppo.model.adapters import trained_elements
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.mapping import parameter_count
