@@ -48,7 +48,7 @@ from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.launch.stops import exit_by_code
 from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
 from megatron_dppo.rewards.checked_answers import checked_answers_file
-from megatron_dppo.spec import RunSpec
+from megatron_dppo.spec import ModelSpec, RunSpec
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import end_now, name_rank
 from megatron_dppo.system.secret_variables import hide_secrets
@@ -124,7 +124,8 @@ def _check(options: argparse.Namespace) -> int:
     for warning in untried_options(config):
         print(f"warning: {warning}")
     if not precedes_start:
-        for warning in embedding_warnings(config.model.hf_checkpoint):
+        shape = ModelSpec.read(config).shape
+        for warning in embedding_warnings(config.model.hf_checkpoint, shape):
             print(f"warning: {warning}")
         # In a run, rank 0 logs these changes.
         changes = _changes(config)

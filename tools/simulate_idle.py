@@ -26,7 +26,7 @@ from statistics import NormalDist
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dppo.cluster.plan import EXAMPLES, shape_of
+from megatron_dppo.cluster.known_models import read_model
 from megatron_dppo.cluster.planner.decode_time import decode_seconds
 from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
 from megatron_dppo.cluster.planner.facts import (
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--update", type=float, help="seconds of a weight update, measured")
     options = parser.parse_intermixed_args()
     config = load_config(options.config, options.overrides)
-    shape = shape_of(config.model.hf_checkpoint, EXAMPLES / "model_configs")
+    shape = read_model(config.model.hf_checkpoint).shape
     cluster = Cluster(DEVICES[options.gpu], options.nodes)
     table = Table("schedule", "step, plan", "simulated", "ratio", "trainers idle", "servers idle")
     for name, schedule in SCHEDULES.items():

@@ -10,8 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from megatron_dppo.cluster.known_models import read_model
 from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
-from megatron_dppo.cluster.planner.facts import facts_of, shape_of
+from megatron_dppo.cluster.planner.facts import facts_of
 from megatron_dppo.cluster.planner.run_plan import RunPlan, plan_run
 from megatron_dppo.config import load_config
 
@@ -58,7 +59,7 @@ BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"
 def plans(recipe: str) -> dict[str, RunPlan]:
     """Return the recipe's plan on each type of GPU."""
     config = load_config(HERE / f"{recipe}.yaml")
-    facts = facts_of(config, shape_of(config.model.hf_checkpoint, MODELS))
+    facts = facts_of(config, read_model(config.model.hf_checkpoint, MODELS).shape)
     found = {}
     for gpu in GPUS:
         cluster = Cluster(DEVICES[gpu], NODES[recipe], gpus_per_node(recipe))

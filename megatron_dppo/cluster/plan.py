@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dppo import EXAMPLES
+from megatron_dppo.cluster.known_models import KNOWN_MODELS, read_model
 from megatron_dppo.cluster.planner import activations, step_time
 from megatron_dppo.cluster.planner.devices import (
     DEVICES,
@@ -31,7 +31,6 @@ from megatron_dppo.cluster.planner.devices import (
     gb,
     gib,
 )
-from megatron_dppo.cluster.planner.facts import shape_of
 from megatron_dppo.cluster.planner.run_plan import RunPlan
 from megatron_dppo.cluster.planner.search import (
     MOST_NODES,
@@ -428,7 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     try:
         config = load_config(options.recipe, options.overrides)
-        shape = shape_of(config.model.hf_checkpoint, options.model_configs)
+        shape = read_model(config.model.hf_checkpoint, options.model_configs).shape
         question = Question(
             config,
             shape,
@@ -629,7 +628,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--model-configs",
-        default=EXAMPLES / "model_configs",
+        default=KNOWN_MODELS,
         metavar="FOLDER",
         help="if the recipe's checkpoint is missing: read FOLDER/NAME/config.json instead, with the checkpoint's name "
         "in lower case; default %(default)s",

@@ -39,6 +39,7 @@ from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
 from megatron_dppo.model.hf_config import check_transformers_config
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.spec import ModelSpec, Roles
 from megatron_dppo.system.fork_server import run_forked
 from megatron_dppo.system.gpus import has_megatrons_deep_ep, has_visible_gpu
@@ -154,12 +155,12 @@ _ROWS_AT_ONCE = 16384
 """Rows of an embedding that are in memory at a time: 128 MiB of float32 for a width of 2048."""
 
 
-def embedding_warnings(checkpoint: str) -> list[str]:
+def embedding_warnings(checkpoint: str, shape: ModelShape) -> list[str]:
     """Return a warning if tokens of the tokenizer have embedding rows of zeros in the Hugging Face folder.
 
     transformers may freeze such a row (``padding_idx``), and Megatron-Core trains it: once its token is sampled, the
     norm after the embedding divides by nearly 0, and the gradient explodes. The result is empty if a file is missing:
-    other checks report it.
+    other checks report it. ``shape``: shape of the model.
     """
     from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader
     from megatron_dppo.data.problems import load_tokenizer
@@ -168,7 +169,6 @@ def embedding_warnings(checkpoint: str) -> list[str]:
 
     zero_ids: list[int] = []
     try:
-        shape = load_model_shape(checkpoint)
         known_ids = set(load_tokenizer(checkpoint).get_vocab().values())
         name, _ = family_of(shape).vocabulary_tensors
         with SafetensorsReader(checkpoint) as reader:

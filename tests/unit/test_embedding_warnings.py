@@ -4,6 +4,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megatron_dppo.launch.library_checks import embedding_warnings
+from megatron_dppo.model.families import load_model_shape
 from tests.messages import mentions
 from tests.tiny_models import save_tiny_model
 
@@ -17,7 +18,7 @@ def test_rows_of_zeros_of_the_embedding_are_named(tmp_path, rows, ids):
     tensors[name][:] = 1.0
     tensors[name][rows] = 0.0
     save_file(tensors, file, metadata={"format": "pt"})
-    warnings = embedding_warnings(str(tmp_path / "model"))
+    warnings = embedding_warnings(str(tmp_path / "model"), load_model_shape(tmp_path / "model"))
     if ids is None:
         assert warnings == []
     else:
@@ -26,4 +27,6 @@ def test_rows_of_zeros_of_the_embedding_are_named(tmp_path, rows, ids):
 
 
 def test_a_folder_without_weights_has_no_warning(tmp_path):
-    assert embedding_warnings(str(tmp_path)) == []
+    save_tiny_model(tmp_path / "model")
+    shape = load_model_shape(tmp_path / "model")
+    assert embedding_warnings(str(tmp_path), shape) == []

@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from examples.recipes.verdicts import MODELS
+from megatron_dppo.cluster.known_models import read_model
 from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
-from megatron_dppo.cluster.planner.facts import Schedule, facts_of, shape_of
+from megatron_dppo.cluster.planner.facts import Schedule, facts_of
 from megatron_dppo.cluster.planner.run_plan import RunPlan, plan_run
 from megatron_dppo.cluster.planner.step_time import model_flops_utilisation
 from megatron_dppo.config import load_config
@@ -64,7 +65,7 @@ def plan_of(run: Mapping[str, Any]) -> RunPlan:
     name = config.model.hf_checkpoint
     models = OWN_MODELS if (OWN_MODELS / name).is_dir() else MODELS
     schedule = Schedule(**run.get("schedule", {}))
-    facts = facts_of(config, shape_of(name, models), **run["lengths"], schedule=schedule)
+    facts = facts_of(config, read_model(name, models).shape, **run["lengths"], schedule=schedule)
     return plan_run(facts, Cluster(DEVICES["h100"], run["nodes"]))
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from examples.recipes.verdicts import HERE, MODELS, NODES
+from megatron_dppo.cluster.known_models import read_model
 from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
-from megatron_dppo.cluster.planner.facts import facts_of, shape_of
+from megatron_dppo.cluster.planner.facts import facts_of
 from megatron_dppo.cluster.planner.run_plan import RunPlan, plan_run
 from megatron_dppo.config import load_config
 
@@ -43,6 +44,6 @@ def _plan(
     recipe: str, overrides: Sequence[str] = (), mean_response: float | None = None
 ) -> RunPlan:
     config = load_config(HERE / f"{recipe}.yaml", list(overrides))
-    shape = shape_of(config.model.hf_checkpoint, MODELS)
+    shape = read_model(config.model.hf_checkpoint, MODELS).shape
     facts = facts_of(config, shape, mean_response=mean_response)
     return plan_run(facts, Cluster(DEVICES[GPU], NODES[recipe]))

@@ -31,8 +31,7 @@ from megatron_dppo.config.schema import (
     TrainConfig,
 )
 from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears, trained_elements
-from megatron_dppo.model.errors import ModelConfigError
-from megatron_dppo.model.families import family_of, layer_counts, load_model_shape
+from megatron_dppo.model.families import family_of, layer_counts
 from megatron_dppo.model.layout import Layout, layers_of_stage
 from megatron_dppo.model.mapping import shard_of
 from megatron_dppo.model.rows import Rule
@@ -565,24 +564,4 @@ def trainer_facts(
         chunk_tokens=config.head.chunk_tokens,
         logit_bytes=ITEM_BYTES[dtype if config.head.dtype == "model" else config.head.dtype],
         fp8=gpu and config.megatron.get("fp8") is not None,
-    )
-
-
-def shape_of(checkpoint: str, known_models: str | Path) -> ModelShape:
-    """Return the shape of the model in ``checkpoint``.
-
-    The function reads ``checkpoint/config.json``. If this file is missing, the function reads
-    ``known_models/<the checkpoint's name in lower case>/config.json``.
-
-    Raises:
-        ModelConfigError: Both files are missing.
-        UnsupportedModelError: The model is not in the tables.
-    """
-    folder = Path(checkpoint)
-    stand_in = Path(known_models) / folder.name.lower()
-    for candidate in (folder, stand_in):
-        if (candidate / "config.json").is_file():
-            return load_model_shape(candidate)
-    raise ModelConfigError(
-        f"model.hf_checkpoint: no config.json in {folder} nor in {stand_in}, expected one of them"
     )

@@ -21,12 +21,19 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_dppo.cluster.rehearsal import RESULT, attempts, shrinking, tiny_model, verdict
+from megatron_dppo.cluster.known_models import KnownModel, read_or_guess_model
+from megatron_dppo.cluster.rehearsal import (
+    RESULT,
+    attempts,
+    shrinking,
+    tiny_model,
+    tiny_sizes,
+    verdict,
+)
 from megatron_dppo.cluster.rehearsal.findings import findings
 from megatron_dppo.cluster.rehearsal.layout import smaller_layout
 from megatron_dppo.cluster.rehearsal.problems import Problems, make_problems, metadata_of_toys
 from megatron_dppo.cluster.rehearsal.shrinking import Omission, RehearsalInputs
-from megatron_dppo.cluster.rehearsal.tiny_model import KnownModel
 from megatron_dppo.cluster.rehearsal.tokenizer import write_tokenizer
 from megatron_dppo.cluster.rehearsal.usage import MIB, UsageByPhase, UsageSample
 from megatron_dppo.cluster.rehearsal.weights import write_model
@@ -214,7 +221,7 @@ class Rehearsal:
 
     def _known_model(self, config: TrainConfig) -> KnownModel:
         is_moe = config.parallel.expert > 1 or config.rollout.router_replay
-        known_model = tiny_model.read_model(config.model.hf_checkpoint, is_moe=is_moe)
+        known_model = read_or_guess_model(config.model.hf_checkpoint, is_moe=is_moe)
         if known_model.missing and self.options.strict:
             raise ConfigError([f"model.hf_checkpoint: {known_model.missing}"], str(self.recipe))
         return known_model
@@ -365,7 +372,7 @@ class Rehearsal:
         inputs: RehearsalInputs,
     ) -> None:
         longest = shrinking.longest_sequence(config.environment, inputs.longest_prompt)
-        sizes = tiny_model.tiny_sizes(
+        sizes = tiny_sizes.tiny_sizes(
             parallel.sizes,
             known_model.shape,
             longest,
@@ -374,9 +381,9 @@ class Rehearsal:
         ranks_of_server = server_ranks(config.sglang)
         shape = known_model.shape
         if config.engine.quantization is not None:
-            sizes = tiny_model.sizes_for_blocks(sizes, parallel.sizes, shape, ranks_of_server)
+            sizes = tiny_sizes.sizes_for_blocks(sizes, parallel.sizes, shape, ranks_of_server)
         elif inputs.on_gpus:
-            sizes = tiny_model.sizes_for_kernels(sizes, parallel.sizes, shape, ranks_of_server)
+            sizes = tiny_sizes.sizes_for_kernels(sizes, parallel.sizes, shape, ranks_of_server)
         values = tiny_model.tiny_config(known_model, sizes, own_tokenizer=inputs.has_own_tokenizer)
         count = write_model(inputs.model, values, config.model.dtype, config.run.seed)
         say(f"  a random {known_model.shape.family} of {count:,} parameters: {sizes.describe()}")

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_dppo import EXAMPLES
+from megatron_dppo.cluster.known_models import read_model
 from megatron_dppo.cluster.planner.devices import DEVICES, GIB, Cluster
 from megatron_dppo.cluster.preflight import CHECKS
 from megatron_dppo.cluster.rehearsal import RESULT
@@ -339,14 +339,13 @@ def memory_verdict(submission: Submission) -> tuple[str, list[str]]:
         names = ", ".join(DEVICES)
         return f"memory: not planned, as the site file's gpu names none of {names}", []
     # Import lazily: it loads numpy.
-    from megatron_dppo.cluster.planner.facts import shape_of
     from megatron_dppo.cluster.planner.search import Question
 
     device = DEVICES[site.gpu]
     memory = device.host_memory if site.host_memory_gib is None else site.host_memory_gib * GIB
     cluster = Cluster(device, nodes, site.gpus_per_node, memory)
     try:
-        shape = shape_of(config.model.hf_checkpoint, EXAMPLES / "model_configs")
+        shape = read_model(config.model.hf_checkpoint).shape
     except ModelError as error:
         return f"memory: not planned: {error}", []
     question = Question(config, shape, cluster)

@@ -27,6 +27,7 @@ from megatron_dppo.metrics.records import (
     series,
 )
 from megatron_dppo.metrics.row import Dtype
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process
@@ -111,10 +112,14 @@ def steps_without_checkpoint(arguments: Sequence[str], directory: Path, steps: i
 
 @dataclass(frozen=True)
 class StartedServer:
-    """A server that is healthy. ``key``: its key for generation and for changes."""
+    """A server that is healthy.
+
+    ``key``: its key for generation and for changes. ``shape``: shape of its model.
+    """
 
     process: EngineProcess
     key: str
+    shape: ModelShape
 
 
 def start_server(
@@ -135,9 +140,10 @@ def start_server(
         ],
     )
     key = secrets.token_hex()
+    spec = RunSpec.of_checked(config)
     process = EngineProcess(
         config,
-        RunSpec.of_checked(config).servers,
+        spec.servers,
         port=free_port("127.0.0.1"),
         log_path=bench.folder / f"server_{name}.log",
         seed=1,
@@ -147,7 +153,7 @@ def start_server(
     )
     process.start()
     process.wait_healthy()
-    return StartedServer(process, key)
+    return StartedServer(process, key, spec.model.shape)
 
 
 @contextmanager

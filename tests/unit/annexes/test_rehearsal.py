@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.recipes import rehearsals
-from megatron_dppo.cluster.rehearsal import shrinking, signal, tiny_model
+from megatron_dppo.cluster.known_models import KNOWN_MODELS, read_or_guess_model
+from megatron_dppo.cluster.rehearsal import shrinking, signal, tiny_model, tiny_sizes
 from megatron_dppo.cluster.rehearsal.__main__ import main
 from megatron_dppo.cluster.rehearsal.attempts import key_of
 from megatron_dppo.cluster.rehearsal.findings import findings
@@ -66,7 +67,7 @@ LAYOUTS = {
     "DP8": LayoutSizes(8),
     "one rank": LayoutSizes(1),
 }
-MOE = tiny_model.read_model("qwen3-30b-a3b-base", is_moe=True)
+MOE = read_or_guess_model("qwen3-30b-a3b-base", is_moe=True)
 
 
 def shape_of(values):
@@ -79,8 +80,8 @@ def shape_of(values):
 def inputs_of(folder: Path, config, **values) -> RehearsalInputs:
     """Return inputs whose files exist; no weights are made."""
     model, data = folder / "model", folder / "data.jsonl"
-    known = tiny_model.read_model(config.model.hf_checkpoint, is_moe=True)
-    sizes = tiny_model.tiny_sizes(
+    known = read_or_guess_model(config.model.hf_checkpoint, is_moe=True)
+    sizes = tiny_sizes.tiny_sizes(
         values.pop("parallel", config.parallel).sizes,
         known.shape,
         shrinking.longest_sequence(config.environment, 40),
@@ -147,8 +148,8 @@ def test_a_rehearsal_on_nodes_keeps_their_python_and_network_and_on_gpus_the_ker
 @pytest.mark.parametrize("engine", [1, 4, 8])
 @pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_model_for_gpus_is_divided_by_layout_and_servers(sizes, engine):
-    tiny = tiny_model.tiny_sizes(sizes, MOE.shape, 100)
-    tiny = tiny_model.sizes_for_kernels(tiny, sizes, MOE.shape, engine)
+    tiny = tiny_sizes.tiny_sizes(sizes, MOE.shape, 100)
+    tiny = tiny_sizes.sizes_for_kernels(tiny, sizes, MOE.shape, engine)
     shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
     assert model_faults(sizes, shape) == []
     assert list(engine_split_faults({"tp_size": engine}, shape)) == []
@@ -159,8 +160,8 @@ def test_a_model_for_gpus_is_divided_by_layout_and_servers(sizes, engine):
 @pytest.mark.parametrize("engine", [1, 4])
 @pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_model_for_fp8_servers_has_whole_blocks_on_each_rank(sizes, engine):
-    tiny = tiny_model.tiny_sizes(sizes, MOE.shape, 100)
-    tiny = tiny_model.sizes_for_blocks(tiny, sizes, MOE.shape, engine)
+    tiny = tiny_sizes.tiny_sizes(sizes, MOE.shape, 100)
+    tiny = tiny_sizes.sizes_for_blocks(tiny, sizes, MOE.shape, engine)
     shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
     assert model_faults(sizes, shape) == []
     check_block_widths(shape, EngineLayout(engine))
@@ -168,7 +169,7 @@ def test_a_model_for_fp8_servers_has_whole_blocks_on_each_rank(sizes, engine):
 
 @pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_layout_divides_its_tiny_model(sizes):
-    tiny = tiny_model.tiny_sizes(sizes, MOE.shape, 100)
+    tiny = tiny_sizes.tiny_sizes(sizes, MOE.shape, 100)
     shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
     assert size_faults(sizes) == []
     assert model_faults(sizes, shape) == []
@@ -177,17 +178,17 @@ def test_a_layout_divides_its_tiny_model(sizes):
     assert shape.max_position_embeddings >= 100
 
 
-FOLDERS = sorted(path.parent.name for path in tiny_model.KNOWN_MODELS.glob("*/config.json"))
+FOLDERS = sorted(path.parent.name for path in KNOWN_MODELS.glob("*/config.json"))
 
 
 @pytest.mark.parametrize("folder", [name for name in FOLDERS if "mixtral" not in name])
 def test_the_tiny_model_keeps_its_family(folder):
-    known = tiny_model.read_model(folder, is_moe=False)
+    known = read_or_guess_model(folder, is_moe=False)
     sizes = LayoutSizes(2, 2)
     if known.shape.has_biases:
         # Megatron-Core does not divide the experts of such a model.
         sizes = dataclasses.replace(sizes, expert=2)
-    tiny = tiny_model.tiny_sizes(sizes, known.shape, 100)
+    tiny = tiny_sizes.tiny_sizes(sizes, known.shape, 100)
     shape = shape_of(tiny_model.tiny_config(known, tiny, own_tokenizer=True))
     for name in ("family", "vocab_size", "tied_embeddings", "norm_topk_prob", "rope_theta"):
         assert getattr(shape, name) == getattr(known.shape, name)
@@ -198,8 +199,8 @@ def test_the_tiny_model_keeps_its_family(folder):
 
 @pytest.mark.parametrize("folder", [name for name in FOLDERS if "mixtral" not in name])
 def test_the_tiny_model_has_no_key_that_its_family_does_not_read(folder, tmp_path):
-    known = tiny_model.read_model(folder, is_moe=False)
-    tiny = tiny_model.tiny_sizes(LayoutSizes(2), known.shape, 100)
+    known = read_or_guess_model(folder, is_moe=False)
+    tiny = tiny_sizes.tiny_sizes(LayoutSizes(2), known.shape, 100)
     values = tiny_model.tiny_config(known, tiny, own_tokenizer=True)
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert unknown_key_warnings(tmp_path) == []
@@ -210,8 +211,8 @@ def test_the_tiny_model_has_no_key_that_its_family_does_not_read(folder, tmp_pat
 )
 def test_responses_of_the_tiny_model_end_by_themselves(folder, own_tokenizer, tmp_path):
     """A rehearsal's responses have at most 16 tokens, and a response that is cut off may have no reward."""
-    known = tiny_model.read_model(folder, is_moe=False)
-    tiny = tiny_model.tiny_sizes(LayoutSizes(4, 2, context=2), known.shape, 100)
+    known = read_or_guess_model(folder, is_moe=False)
+    tiny = tiny_sizes.tiny_sizes(LayoutSizes(4, 2, context=2), known.shape, 100)
     values = tiny_model.tiny_config(known, tiny, own_tokenizer=own_tokenizer)
     write_model(tmp_path, values, "float32", 3)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -223,23 +224,23 @@ def test_responses_of_the_tiny_model_end_by_themselves(folder, own_tokenizer, tm
 
 
 def test_a_value_that_transformers_refuses_is_named(tmp_path):
-    known = tiny_model.read_model("qwen3-1.7b-base", is_moe=False)
-    tiny = tiny_model.tiny_sizes(LayoutSizes(), known.shape, 100)
+    known = read_or_guess_model("qwen3-1.7b-base", is_moe=False)
+    tiny = tiny_sizes.tiny_sizes(LayoutSizes(), known.shape, 100)
     values = tiny_model.tiny_config(known, tiny, own_tokenizer=True) | {"attention_dropout": "x"}
     with pytest.raises(ModelConfigError, match="attention_dropout"):
         write_model(tmp_path, values, "float32", 3)
 
 
 def test_an_unknown_model_is_guessed_and_told():
-    known = tiny_model.read_model("checkpoints/Nobody-7B", is_moe=True)
+    known = read_or_guess_model("checkpoints/Nobody-7B", is_moe=True)
     assert known.shape.is_moe
     assert "Nobody-7B" in known.missing
-    assert not tiny_model.read_model("checkpoints/Qwen3-8B-Base", is_moe=True).missing
+    assert not read_or_guess_model("checkpoints/Qwen3-8B-Base", is_moe=True).missing
 
 
 def test_heads_can_be_exchanged_for_tokens():
     sizes = LayoutSizes(8, 2, context=4)
-    tiny = tiny_model.tiny_sizes(sizes, MOE.shape, 100, all_to_all=True)
+    tiny = tiny_sizes.tiny_sizes(sizes, MOE.shape, 100, all_to_all=True)
     assert tiny.groups // sizes.tensor % sizes.context == 0
 
 
@@ -255,7 +256,7 @@ def test_a_smaller_layout_is_valid(name, ranks):
     smaller = smaller_layout(ParallelConfig(**fields), ranks).sizes
     assert smaller.world_size <= ranks
     assert size_faults(smaller) == []
-    tiny = tiny_model.tiny_sizes(smaller, MOE.shape, 100)
+    tiny = tiny_sizes.tiny_sizes(smaller, MOE.shape, 100)
     shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
     assert model_faults(smaller, shape) == []
 
@@ -265,7 +266,7 @@ def test_stages_of_different_sizes_stay_different_in_the_tiny_model(ranks, layer
     recipe = ParallelConfig(world_size=4, pipeline=4, first_stage_layers=23, last_stage_layers=23)
     smaller = smaller_layout(recipe, ranks)
     small = smaller.model_copy(update=small_stages(smaller)).sizes
-    tiny = tiny_model.tiny_sizes(small, MOE.shape, 100)
+    tiny = tiny_sizes.tiny_sizes(small, MOE.shape, 100)
     shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
     assert tiny.layers == layers
     assert [*size_faults(small), *model_faults(small, shape)] == []
@@ -379,7 +380,7 @@ def test_a_row_that_is_no_problem_is_named(tmp_path):
 def test_a_dry_run_makes_all_that_the_run_needs(tmp_path):
     """The recipe has its own tokenizer and data, and a system prompt, but no weights."""
     model = tmp_path / "Qwen3-8B-Base"
-    shutil.copytree(tiny_model.KNOWN_MODELS / "qwen3-8b-base", model)
+    shutil.copytree(KNOWN_MODELS / "qwen3-8b-base", model)
     tiny_tokenizer().save_pretrained(model)
     data = tmp_path / "own.jsonl"
     rows = [{"prompt": f"Add {i} and 1", "answer": f"{i + 1}"} for i in range(300)]
@@ -427,7 +428,7 @@ def test_a_fault_is_named_by_its_key(override, key, capsys, tmp_path):
 
 def test_a_damaged_model_is_named(capsys, tmp_path):
     model = tmp_path / "model"
-    shutil.copytree(tiny_model.KNOWN_MODELS / "qwen3-8b-base", model)
+    shutil.copytree(KNOWN_MODELS / "qwen3-8b-base", model)
     values = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(values | {"num_attention_heads": 7}))
     assert "num_attention_heads" in error_of(capsys, tmp_path, f"model.hf_checkpoint={model}")

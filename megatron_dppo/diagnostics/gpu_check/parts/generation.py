@@ -17,7 +17,6 @@ from megatron_dppo.diagnostics.gpu_check.runs import (
 )
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
-from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weight_sync.canary import canary_prompts
 
@@ -40,7 +39,7 @@ def generation(bench: Bench) -> Iterator[CheckRow]:
     require_engine()
     model = tiny_model(bench.folder / "model")
     with running_server(bench, model, "bfloat16") as server:
-        responses = sampled(server, load_model_shape(model).vocab_size)
+        responses = sampled(server)
     tokens = sum(response.sampled for response in responses)
     expected = PROMPTS * SERVER_RESPONSE_TOKENS
     yield CheckRow("sampled tokens", str(tokens), str(expected), tokens == expected)
@@ -58,11 +57,11 @@ def generation(bench: Bench) -> Iterator[CheckRow]:
     yield at_most(label, mean_difference(by_server, exact), 2 * bound + MARGIN, " nats")
 
 
-def sampled(server: StartedServer, vocab_size: int) -> list[Trajectory]:
+def sampled(server: StartedServer) -> list[Trajectory]:
     """Return a response to each of eight prompts, without an early end."""
     sampling = SamplingParams(SERVER_RESPONSE_TOKENS, ignore_eos=True)
     requests = []
-    for number, prompt in enumerate(canary_prompts(vocab_size, PROMPTS)):
+    for number, prompt in enumerate(canary_prompts(server.shape.vocab_size, PROMPTS)):
         requests.append(GenerationRequest(number, prompt, sampling))
     with AsyncRunner() as runner:
         client = EngineClient(server.process.url, server.key, server.key)

@@ -36,7 +36,6 @@ from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import Record, read_records
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.table import BY_METRIC
-from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup, call_off
 from megatron_dppo.weight_sync.engines import GRACE_S, EngineFaultError, Engines, local_address
@@ -243,7 +242,7 @@ class InterruptedServer:
         process = started.process
         connect = EngineWeights.connect(
             HttpClient(process.url, started.key, started.key),
-            load_model_shape(model),
+            started.shape,
             dtype,
             timeout_s=UPDATE_LIMIT_S,
         )
