@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dppo.families import qwen3_moe
-from megatron_dppo.families.shared import decoder, sigmoid_router
+from megatron_dppo.families.shared import decoder, reading, sigmoid_router
 from megatron_dppo.model import families, mapping, resharding, rows
 from megatron_dppo.model.config_facts import ConfigFacts
 from megatron_dppo.model.families import FAMILIES, Family
@@ -23,7 +23,7 @@ from megatron_dppo.model.shape import ModelShape
 def read_mixed(facts: ConfigFacts) -> ModelShape:
     """Qwen3-MoE with dense layers. transformers reads them from config.json, SGLang's model does not."""
     shape = qwen3_moe.read(facts)
-    return replace(shape, dense_layers=decoder.read_dense_layers(facts))
+    return replace(shape, dense_layers=reading.read_dense_layers(facts))
 
 
 def mixed_family() -> Family:

@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.system.network import hold_port
+from megatron_dppo.system.ports import hold_port
 from megatron_dppo.system.processes import end_now
 from tests.patience import Patience, family_of
 

@@ -26,7 +26,7 @@ from benchmark_rows import Quantity, write_rows
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from megatron_dppo.system.processes import kill_families, start_process
 
 RANK = Path(__file__).parent / "checkpoint_benchmark" / "rank.py"

@@ -26,7 +26,7 @@ from benchmark_rows import Quantity, write_rows
 from data_plane_benchmark.report import FORMULAS, figures, table
 from data_plane_benchmark.synthetic import Size
 
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 
 TOOLS = Path(__file__).resolve().parent
 

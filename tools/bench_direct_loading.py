@@ -31,7 +31,7 @@ from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.spec import RunSpec, ServersSpec
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from megatron_dppo.weight_sync.strategies import STRATEGIES
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from tests.tiny_models import save_tiny_model

@@ -41,7 +41,7 @@ from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.generation import GenerationLimits, generate_many
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 
 ADMIN_KEY = "bench"
 OURS, PEER, STREAMING = "ours", "sglang", "sglang, streaming"

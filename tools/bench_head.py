@@ -42,7 +42,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_dppo.diagnostics.gpu_check.held_memory import LiveTensors
-from megatron_dppo.system.network import hold_port
+from megatron_dppo.system.ports import hold_port
 from megatron_dppo.vocab_parallel import policy_stats
 from megatron_dppo.vocab_parallel.head import HeadFactor, HeadOptions, head_stats
 

@@ -42,7 +42,7 @@ from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.quantization import Rounding
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
 from megatron_dppo.weight_sync.adapters import AdapterUpdater

@@ -26,7 +26,6 @@ from typing import Any, TypeVar, get_origin
 import yaml
 from pydantic import ValidationError
 
-from megatron_dppo.config.checks import leaves, unusable_values
 from megatron_dppo.config.counterparts import key_of_last_part, key_of_name
 from megatron_dppo.config.data_schema import Section
 from megatron_dppo.config.errors import (
@@ -38,6 +37,7 @@ from megatron_dppo.config.errors import (
     suggestion,
 )
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.value_limits import leaves, unusable_values
 from megatron_dppo.system.files import hash_fault
 
 MAX_VALUES = 100_000

@@ -42,7 +42,7 @@ from megatron_dppo.engine import (
 )
 from megatron_dppo.engine.adapter_digests import VARIABLE, register_digests
 from megatron_dppo.engine.options import HOSTS_VARIABLE
-from megatron_dppo.system import interfaces, network, processes, scratch, secret_variables
+from megatron_dppo.system import interfaces, network, ports, processes, scratch, secret_variables
 from megatron_dppo.system.gpus import has_visible_gpu
 from megatron_dppo.system.toolkit import leave_out_transformer_engine, offer_runtime, offer_tools
 
@@ -172,8 +172,8 @@ def hold_own_port(host: str, port: int) -> socket.socket:
     """Bind the port before the model is loaded; exit if another process has it."""
     # SGLang binds its port last, and its message about a failure is lost among other errors.
     try:
-        return network.hold_port(host, port)
-    except network.PortTakenError as error:
+        return ports.hold_port(host, port)
+    except ports.PortTakenError as error:
         sys.exit(f"error: {error}")
 
 

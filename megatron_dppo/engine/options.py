@@ -15,7 +15,8 @@ from typing import Any
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.direct_loading import ATOMIC_VARIABLE
 from megatron_dppo.spec import ServersSpec
-from megatron_dppo.system.network import free_port, url_host
+from megatron_dppo.system.network import url_host
+from megatron_dppo.system.ports import free_port
 from megatron_dppo.system.secret_variables import chosen_variables, without_secrets
 
 FIRST_WEIGHT_VERSION = 0

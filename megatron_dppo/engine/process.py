@@ -21,7 +21,8 @@ from megatron_dppo.engine.options import ServerHosts
 from megatron_dppo.system import processes
 from megatron_dppo.system.fork_server import ForkingLauncher
 from megatron_dppo.system.gpus import has_visible_gpu
-from megatron_dppo.system.network import PortTakenError, give_back_port, url_host
+from megatron_dppo.system.network import url_host
+from megatron_dppo.system.ports import PortTakenError, give_back_port
 from megatron_dppo.system.scratch import remove_left_behind
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from megatron_dppo.launch.supervisor import (
 from megatron_dppo.logging import TERMINAL_VARIABLE, configure_logging, failure_mark
 from megatron_dppo.metrics.records import RECORDS_FILE
 from megatron_dppo.spec import Roles, RunSpec
-from megatron_dppo.system import interfaces, network
+from megatron_dppo.system import interfaces, ports
 from megatron_dppo.system.lease import NONCE_VARIABLE, START_VARIABLE
 from megatron_dppo.system.processes import feed, kill_families, start_process
 from megatron_dppo.system.scratch import remove_left_behind, remove_shared_tensors
@@ -240,8 +240,8 @@ def _pinned_master_port(host: str) -> int | None:
 
 def _require_free(key: str, host: str, port: int) -> None:
     try:
-        network.require_free_port(host, port)
-    except network.PortTakenError as error:
+        ports.require_free_port(host, port)
+    except ports.PortTakenError as error:
         raise LaunchError(
             f"{key}: {error}; leave {key} out for a free one, or end what listens there"
         ) from error
@@ -304,7 +304,7 @@ class RankGroup:
 
     def start_variables(self, number: int) -> dict[str, str]:
         """Return the variables that differ between starts: the ranks' rendezvous and the start's number."""
-        port = self._master_port or network.free_port(self._master_host)
+        port = self._master_port or ports.free_port(self._master_host)
         return {
             "MASTER_ADDR": self._master_host,
             "MASTER_PORT": str(port),

@@ -38,13 +38,8 @@ from megatron_dppo.loop.gap_guard import GapError, GapGuard, is_coarse
 from megatron_dppo.loop.rollout_figures import routing_figures
 from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.metrics import table as metric_names
-from megatron_dppo.metrics.sums import (
-    MaskedResponses,
-    MaskedToken,
-    MaskedTokenCounts,
-    MetricSums,
-    means,
-)
+from megatron_dppo.metrics.masked_tokens import MaskedResponses, MaskedToken, MaskedTokenCounts
+from megatron_dppo.metrics.sums import MetricSums, means
 from megatron_dppo.model.shape import (
     BACKWARD_PRODUCTS,
     FROZEN_BACKWARD_PRODUCTS,

@@ -13,10 +13,10 @@ from typing import Any
 from megatron_dppo.config.schema import RunConfig, TrackingConfig
 from megatron_dppo.metrics import records
 from megatron_dppo.metrics import table as metric_names
+from megatron_dppo.metrics.masked_tokens import MaskedToken
 from megatron_dppo.metrics.samples import TRAINING, Sample, console_lines
 from megatron_dppo.metrics.step_table import StepTable
 from megatron_dppo.metrics.summary import RunInfo, write_summary
-from megatron_dppo.metrics.sums import MaskedToken
 from megatron_dppo.metrics.trackers import TrackedRun, Trackers, find_trackers, run_id
 from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol
 
 import psutil
 
-from megatron_dppo.system.network import require_free_port
+from megatron_dppo.system.ports import require_free_port
 
 _PR_SET_NAME = 15
 _PR_SET_PDEATHSIG = 1

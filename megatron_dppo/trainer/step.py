@@ -21,13 +21,8 @@ from torch import Tensor
 
 from megatron_dppo.data.columns import declared_column
 from megatron_dppo.data.packing import PackedBatch
-from megatron_dppo.metrics.sums import (
-    MaskedToken,
-    MaskedTokenCounts,
-    MetricNames,
-    MetricSums,
-    most_masked,
-)
+from megatron_dppo.metrics.masked_tokens import MaskedToken, MaskedTokenCounts, most_masked
+from megatron_dppo.metrics.sums import MetricNames, MetricSums
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import broadcast_json

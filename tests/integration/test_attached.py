@@ -23,7 +23,7 @@ from megatron_dppo.fleet.record import Server
 from megatron_dppo.model.families import load_model_shape, missing_engine_keys
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from megatron_dppo.system.processes import kill_families, start_process
 from megatron_dppo.weight_sync.reach import check_reach
 from tests.integration.kept_fleet import config_of, proceed, stop_detokenizer, stop_scheduler

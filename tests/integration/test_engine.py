@@ -62,7 +62,7 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from megatron_dppo.system.scratch import SHARED_MEMORY
 from tests.integration.shared_launcher import shared_runtime
 from tests.patience import UNBOUNDED_S, Patience, family_of, wait_healthy

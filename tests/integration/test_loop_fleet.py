@@ -14,7 +14,7 @@ from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.fleet.record import FleetRecord, Server
 from megatron_dppo.spec import RunSpec
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from tests.integration.kept_fleet import kill, stop_scheduler
 from tests.integration.runs import (
     GROUP,

@@ -37,7 +37,7 @@ from megatron_dppo.loop.rollout_sources import GeneratedRollouts, RolloutBatch
 from megatron_dppo.metrics import table as names
 from megatron_dppo.model.quantization import BLOCK, SCALE_SUFFIX
 from megatron_dppo.spec import RunSpec
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from megatron_dppo.trainer import step
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
 from megatron_dppo.trainer.topology import destroy_topology

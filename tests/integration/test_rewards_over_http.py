@@ -24,7 +24,7 @@ from megatron_dppo.rewards import RewardInput
 from megatron_dppo.rewards import verifier as verifiers
 from megatron_dppo.rewards.verifier import Verifier, VerifierError
 from megatron_dppo.spec import RunSpec
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from tests.integration.runs import TrainingRun, records_of, write_material
 from tests.patience import UNBOUNDED_S, wait_healthy
 from tests.tiny_models import save_tiny_model, tiny_tokenizer

@@ -28,7 +28,7 @@ from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from tests.integration.runs import TrainingRun, records_of, summary_of, write_material
 from tests.integration.test_engine import ADMIN_KEY, API_KEY, engine_of, run_config
 from tests.patience import wait_healthy

@@ -22,7 +22,7 @@ from megatron_dppo.data.trajectory import Outline, Trajectory
 from megatron_dppo.loop.credit import returns_by_turn, with_rewards
 from megatron_dppo.loop.learning import BatchLayout, by_response, plan_mini_batches
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
-from megatron_dppo.metrics.sums import MaskedResponses
+from megatron_dppo.metrics.masked_tokens import MaskedResponses
 from megatron_dppo.model.shape import SequenceCost
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.trainer.token_loss import branch_ids, inputs_from, sequence_ids

@@ -28,7 +28,8 @@ from megatron_dppo.engine.broadcast_group import (
     new_name,
     wait_for_bytes,
 )
-from megatron_dppo.system.network import free_port, listening_store
+from megatron_dppo.system.network import listening_store
+from megatron_dppo.system.ports import free_port
 from megatron_dppo.weight_sync import broadcast_group as weight_groups
 from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup, call_off
 
@@ -287,7 +288,8 @@ import torch
 import torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookRegistry
 from megatron_dppo.engine import broadcast_group
-from megatron_dppo.system.network import free_port, listening_store
+from megatron_dppo.system.network import listening_store
+from megatron_dppo.system.ports import free_port
 
 broadcast_group.register()
 HookRegistry.apply_hooks()

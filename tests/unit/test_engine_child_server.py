@@ -19,7 +19,7 @@ from megatron_dppo.engine import process
 from megatron_dppo.engine.client import Answer, HttpClient
 from megatron_dppo.engine.errors import EngineLostError, EngineStartError, PortHeldError
 from megatron_dppo.engine.process import ChildServer
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 
 SERVER = """
 import http.server, json, sys

@@ -28,7 +28,7 @@ from megatron_dppo.engine.running_server import SGLANG_VERSION, compare_server
 from megatron_dppo.fleet.http_router import http_router_options
 from megatron_dppo.spec import RunSpec, ServersSpec
 from megatron_dppo.spec.servers import engine_device
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from tests.tiny_models import save_tiny_model
 
 MODEL = {

@@ -22,7 +22,7 @@ from megatron_dppo.fleet.http_router import HttpRouterProcess
 from megatron_dppo.fleet.membership import MEMBERS, Member, client_of
 from megatron_dppo.fleet.record import Keys, Server
 from megatron_dppo.fleet.router_link import routed_servers, set_servers
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 
 ADDRESS = "127.0.0.1"
 

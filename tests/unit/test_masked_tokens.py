@@ -9,13 +9,13 @@ import torch
 from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import policy_loss
-from megatron_dppo.metrics.records import RecordsError, StepLines
-from megatron_dppo.metrics.sums import (
+from megatron_dppo.metrics.masked_tokens import (
     MaskedResponses,
     MaskedTokenCounts,
     most_masked,
     read_masked_tokens,
 )
+from megatron_dppo.metrics.records import RecordsError, StepLines
 
 
 def test_counts_by_sign_over_micro_batches() -> None:

@@ -18,7 +18,7 @@ from megatron_dppo.loop.scorer import Scorer, weighted_sum
 from megatron_dppo.rewards import RewardForm, RewardInput, RewardUnavailableError, find_reward
 from megatron_dppo.rewards import verifier as verifiers
 from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError, require
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from tests.messages import mentioning, mentions
 
 PLANTED = "tests.unit.planted_rewards:"

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.fleet.supervision import EngineGivenUpError, RestartBudget, SupervisedServer
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from tests.messages import mentioning, mentions
 from tests.patience import happens
 from tests.unit.test_engine_child_server import SmallServer

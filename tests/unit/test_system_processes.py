@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.system import network
-from megatron_dppo.system.network import (
+from megatron_dppo.system import ports as system_ports
+from megatron_dppo.system.ports import (
     PortTakenError,
     free_port,
     give_back_port,
@@ -213,7 +213,7 @@ def test_a_second_port_is_free_and_held_too(monkeypatch) -> None:
             port = choices.pop()
         return hold_port(host, port)
 
-    monkeypatch.setattr(network, "hold_port", hold)
+    monkeypatch.setattr(system_ports, "hold_port", hold)
     with socket.create_server(("127.0.0.1", candidate + 13)):
         port = free_port(distance=13)
     assert not choices
@@ -232,7 +232,7 @@ def test_one_port_of_two_addresses_is_held_on_both(monkeypatch) -> None:
     def hold(host: str, number: int) -> socket.socket:
         return hold_port(host, number or port)
 
-    monkeypatch.setattr(network, "hold_port", hold)
+    monkeypatch.setattr(system_ports, "hold_port", hold)
     assert free_port("127.0.0.2") == port
     for address in ("127.0.0.1", "127.0.0.2"):
         with socket.socket() as other, pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)):

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from megatron_dppo.system.processes import held_back
 from tools.slurm_cluster.clearing import clear
 from tools.slurm_cluster.client import Client

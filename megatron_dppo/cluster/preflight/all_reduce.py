@@ -25,7 +25,7 @@ from megatron_dppo.cluster.preflight.evidence import (
     Site,
 )
 from megatron_dppo.cluster.preflight.network import reachable_interface
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from megatron_dppo.system.processes import kill_families, start_process, tail
 
 # Topics of ``Site.meeting``, by which the nodes exchange files: each node's interfaces, and the address of rank 0.

@@ -32,7 +32,7 @@ from megatron_dppo.cluster.preflight.evidence import (
     outlier_findings,
     too_little,
 )
-from megatron_dppo.system.network import PortTakenError, free_port, require_free_port
+from megatron_dppo.system.ports import PortTakenError, free_port, require_free_port
 from megatron_dppo.system.toolkit import toolkit_home
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -35,8 +35,8 @@ from megatron_dppo.diagnostics.explain.explanation import (
     token_columns,
 )
 from megatron_dppo.loop import learning
-from megatron_dppo.metrics import sums
 from megatron_dppo.metrics import table as metric_names
+from megatron_dppo.metrics.masked_tokens import MaskedTokenCounts, most_masked, read_masked_tokens
 from megatron_dppo.metrics.records import MASKED_TOKENS_FILE, RECORDS_FILE, read_records, step_of
 from megatron_dppo.metrics.sums import means
 from megatron_dppo.system.errors import RunError
@@ -293,11 +293,11 @@ def check_agreement(saved: SeenStep, run: Path, step: int) -> str:
             raise DisagreementError(
                 f"step {step}: {name} of the saved tokens is {figure:g}, {RECORDS_FILE} says {recorded_figure}"
             )
-    masked_tokens = sums.MaskedTokenCounts(int(saved.token_ids.max()) + 1)
+    masked_tokens = MaskedTokenCounts(int(saved.token_ids.max()) + 1)
     masked_tokens.add(saved.token_ids, saved.inputs.advantages, ~saved.trains)
     assert masked_tokens.counts is not None
-    blocked_tokens = sums.most_masked(masked_tokens.counts)
-    recorded_tokens = sums.read_masked_tokens(run, step)
+    blocked_tokens = most_masked(masked_tokens.counts)
+    recorded_tokens = read_masked_tokens(run, step)
     if blocked_tokens != recorded_tokens:
         recorded_text = "nothing"
         if recorded_tokens is not None:

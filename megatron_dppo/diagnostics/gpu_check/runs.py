@@ -29,7 +29,7 @@ from megatron_dppo.metrics.records import (
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.spec import RunSpec
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from megatron_dppo.system.processes import kill_families, start_process
 
 RECIPE = str(EXAMPLES / "tiny_moe" / "config.yaml")

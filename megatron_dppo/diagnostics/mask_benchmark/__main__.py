@@ -22,7 +22,7 @@ from pathlib import Path
 from megatron_dppo.diagnostics.mask_benchmark import run_rank
 from megatron_dppo.diagnostics.mask_benchmark.output import draw, markdown, show
 from megatron_dppo.system.arguments import file_to_write, finite_number, positive_count
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

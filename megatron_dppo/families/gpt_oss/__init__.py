@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dppo.families.shared.decoder import ATTENTION, QKV_BIAS, norm, read_decoder_shape
+from megatron_dppo.families.shared.decoder import ATTENTION, QKV_BIAS, norm
+from megatron_dppo.families.shared.reading import read_decoder_shape
 from megatron_dppo.model import splits
 from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts, Entries
 from megatron_dppo.model.families import Family

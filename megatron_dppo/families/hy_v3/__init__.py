@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_dppo.families.shared import decoder, sigmoid_router
+from megatron_dppo.families.shared import decoder, reading, sigmoid_router
 from megatron_dppo.model import rows
 from megatron_dppo.model.config_facts import ConfigFacts, Entries
 from megatron_dppo.model.families import Family
@@ -24,7 +24,7 @@ def read(facts: ConfigFacts) -> ModelShape:
     facts.ignore("enable_attention_fp32_softmax")
     width = facts.positive("moe_intermediate_size")
     facts.require("expert_hidden_dim", width, width)
-    return decoder.read_decoder_shape(
+    return reading.read_decoder_shape(
         facts,
         head_dim_default=128,
         key_value_heads_default=8,

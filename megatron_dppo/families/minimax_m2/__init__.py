@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_dppo.families.shared import decoder
+from megatron_dppo.families.shared import decoder, reading
 from megatron_dppo.families.shared.all_heads_norm import ALL_HEADS_NORM, TRAINER_LAYERS
 from megatron_dppo.families.shared.sigmoid_router import router_bias
 from megatron_dppo.model.config_facts import ConfigFacts, Entries
@@ -31,8 +31,8 @@ def read(facts: ConfigFacts) -> ModelShape:
     # Further layers predict more tokens. Checkpoints carry their tensors.
     facts.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
     head_dim = facts.positive("head_dim", default=128)
-    rotary_dim = facts.positive("rotary_dim", default=decoder.rotary_size(facts, head_dim))
-    return decoder.read_decoder_shape(
+    rotary_dim = facts.positive("rotary_dim", default=reading.rotary_size(facts, head_dim))
+    return reading.read_decoder_shape(
         facts,
         key_value_heads_default=8,
         theta_default=5e6,

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from megatron_dppo.families.shared.all_heads_norm import ALL_HEADS_NORM, TRAINER_LAYERS
-from megatron_dppo.families.shared.decoder import (
-    ATTENTION,
-    expert_mlp,
-    moe_router,
-    read_decoder_shape,
-)
+from megatron_dppo.families.shared.decoder import ATTENTION, expert_mlp, moe_router
+from megatron_dppo.families.shared.reading import read_decoder_shape
 from megatron_dppo.model.config_facts import ConfigFacts
 from megatron_dppo.model.families import Family
 from megatron_dppo.model.shape import ModelShape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_dppo.families.shared import decoder
+from megatron_dppo.families.shared import decoder, reading
 from megatron_dppo.model.config_facts import ConfigFacts
 from megatron_dppo.model.families import Family
 from megatron_dppo.model.shape import ModelShape
@@ -12,7 +12,7 @@ def read(facts: ConfigFacts) -> ModelShape:
     """Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): biases on Q, K and V, a gated shared expert in every layer."""
     facts.require("qkv_bias", True, True)
     facts.ignore("attention_bias")
-    return decoder.read_decoder_shape(
+    return reading.read_decoder_shape(
         facts,
         key_value_heads_default=16,
         num_experts=facts.positive("num_experts", "num_local_experts"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_dppo.families.shared.decoder import ATTENTION, DENSE_MLP, QK_NORM, read_decoder_shape
+from megatron_dppo.families.shared.decoder import ATTENTION, DENSE_MLP, QK_NORM
+from megatron_dppo.families.shared.reading import read_decoder_shape
 from megatron_dppo.model.config_facts import ConfigFacts
 from megatron_dppo.model.families import Family
 from megatron_dppo.model.shape import ModelShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dppo.families.shared import decoder
+from megatron_dppo.families.shared import decoder, reading
 from megatron_dppo.model import splits
 from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts, Entries
 from megatron_dppo.model.rows import Rule, dense_layers, in_layers, layer_rule, routed_layers
@@ -117,7 +117,7 @@ def read_dense_then_moe(facts: ConfigFacts, router: Router, **extra: Any) -> Mod
     # Further layers predict more tokens. Checkpoints carry their tensors.
     facts.ignore("num_nextn_predict_layers", "num_mtp_layers")
     width = facts.positive("moe_intermediate_size")
-    return decoder.read_decoder_shape(
+    return reading.read_decoder_shape(
         facts,
         num_experts=facts.positive("n_routed_experts", "num_local_experts"),
         experts_per_token=facts.positive("num_experts_per_tok"),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.cluster.preflight.inspection import package_version
 from megatron_dppo.diagnostics.gpu_check import Bench, CheckRow, must_run, part
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 
 if TYPE_CHECKING:
     import torch

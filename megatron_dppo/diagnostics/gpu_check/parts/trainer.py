@@ -35,7 +35,7 @@ from megatron_dppo.diagnostics.gpu_check import (
     tiny_model,
 )
 from megatron_dppo.spec import ModelSpec
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 
 if TYPE_CHECKING:
     import torch

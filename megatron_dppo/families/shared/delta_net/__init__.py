@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_dppo.families.shared import decoder
+from megatron_dppo.families.shared import decoder, reading
 from megatron_dppo.model import splits
 from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts, Entries
 from megatron_dppo.model.rows import CONFIG_DTYPE, FINAL_NORM, Rule, layer_rule
@@ -153,12 +153,12 @@ def read_hybrid_moe(facts: ConfigFacts) -> ModelShape:
         )
     head_dim = facts.positive("head_dim", default=256)
     shared_width = facts.positive("shared_expert_intermediate_size")
-    return decoder.read_decoder_shape(
+    return reading.read_decoder_shape(
         facts,
         key_value_heads_default=2,
         # No layer has a dense MLP of this width.
         ffn_hidden_size=shared_width,
-        rotary_fraction=decoder.rotary_size(facts, head_dim, default=0.25) / head_dim,
+        rotary_fraction=reading.rotary_size(facts, head_dim, default=0.25) / head_dim,
         head_dim=head_dim,
         num_experts=facts.positive("num_experts"),
         experts_per_token=facts.positive("num_experts_per_tok"),
