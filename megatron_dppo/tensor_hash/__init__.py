@@ -21,8 +21,9 @@ import ctypes
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -42,6 +43,8 @@ TILE = 8192
 """Words of a tile."""
 BLOCK_TILES = 2048
 """Tiles that torch hashes at a time."""
+SCATTERED_WORDS = 1 << 20
+"""Words that ``scattered_sums`` handles at a time."""
 SEED_1 = 0x243F6A88
 SEED_2 = ((SEED_1 * 0x9E3779B1) ^ 0xDEADBEEF) & MASK32
 LANES = ((0x27D4EB2D, SEED_1, 15), (0x165667B1, SEED_2, 13))
@@ -228,13 +231,48 @@ def _mix(data: Tensor, first: int) -> Tensor:
     count = data.numel()
     index = torch.arange(first, first + count, device=data.device).to(torch.int32)
     sums = []
-    for multiplier, seed, rotation in LANES:
-        position = (index * _signed(multiplier) + _signed(seed)) ^ _rotate_left(index, rotation)
-        mixed = _fmix(data ^ position)
+    for mixed in _mixed(data, index):
         tiles = mixed.view(-1, TILE) if count >= TILE else mixed.view(1, count)
         # Sum in int64: a tile's sum cannot overflow. Reduce modulo 2^32 afterwards.
         sums.append(tiles.sum(dim=1, dtype=torch.int64).cpu() & MASK32)
     return torch.stack(sums)
+
+
+def _mixed(data: Tensor, index: Tensor) -> Iterator[Tensor]:
+    """Yield the terms of both lanes' inner sums for the words ``data`` with these indices, int32."""
+    for multiplier, seed, rotation in LANES:
+        position = (index * _signed(multiplier) + _signed(seed)) ^ _rotate_left(index, rotation)
+        yield _fmix(data ^ position)
+
+
+def scattered_sums(rows: Tensor, first_words: Tensor) -> list[Edge]:
+    """Compute the inner sums of rows that do not follow each other in a tensor, for each tile, in torch.
+
+    ``rows``: ``uint8`` [rows, bytes], of whole words. ``first_words``: int64 [rows], the index of each row's first word
+    in the tensor.
+    """
+    data = rows.contiguous().view(torch.int32)
+    first_words = first_words.to(data.device)
+    sums: dict[int, tuple[int, int]] = {}
+    step = max(1, SCATTERED_WORDS // data.shape[1])
+    for first_row in range(0, len(data), step):
+        words = data[first_row : first_row + step]
+        index = first_words[first_row : first_row + step, None] + torch.arange(
+            data.shape[1], device=data.device
+        )
+        tiles, places = torch.unique(index.flatten() // TILE, return_inverse=True)
+        lanes = torch.zeros(2, len(tiles), dtype=torch.int64, device=data.device)
+        for lane, mixed in zip(lanes, _mixed(words, index.to(torch.int32)), strict=True):
+            lane.index_add_(0, places, mixed.flatten().to(torch.int64))
+        for tile, sum_1, sum_2 in zip(tiles.tolist(), *(lanes & MASK32).tolist(), strict=True):
+            _add_edge(sums, (tile, sum_1, sum_2))
+    return [(tile, *tile_sums) for tile, tile_sums in sums.items()]
+
+
+def _add_edge(sums: dict[int, tuple[int, int]], edge: Edge) -> None:
+    tile, sum_1, sum_2 = edge
+    tile_1, tile_2 = sums.get(tile, (0, 0))
+    sums[tile] = ((tile_1 + sum_1) & MASK32, (tile_2 + sum_2) & MASK32)
 
 
 @functools.cache
@@ -292,7 +330,7 @@ def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
     hashes: list[TiledHash] = []
     runs: list[WordRun] = []
     for tensor_hash, part, start in parts:
-        run = tensor_hash.run(part, start)
+        run = tensor_hash.run(*tensor_hash.without_fragments(part, start))
         if run is not None:
             hashes.append(tensor_hash)
             runs.append(run)
@@ -309,32 +347,69 @@ class TiledHash:
     """The checksum of a tensor of ``size`` bytes, computed from its parts in any order.
 
     If one part covers a tile whole, the tile is added to the checksum at once. If several parts share a tile, the inner
-    sums of the parts are added up, and ``hexdigest`` adds the tile.
+    sums of the parts are added up, and ``hexdigest`` adds the tile. If several parts share a word, the word's bytes are
+    kept, and ``hexdigest`` adds the word.
     """
 
     def __init__(self, size: int) -> None:
+        self._size = size
         self._words = -(-size // WORD)
         self._sum = 0
         self._shared_tiles: dict[int, tuple[int, int]] = {}
+        self._fragments: dict[int, int] = {}
+        """The bytes of shared words, by their number in the tensor."""
 
     def add(self, part: Tensor, start: int) -> None:
         """Add the bytes of ``part`` (any shape and dtype, row-major order). The part begins at byte ``start`` of the
         tensor.
 
-        Every byte of the tensor must be added once. Raises ValueError if the part begins inside a word, or ends inside
-        a word that is not the tensor's last.
+        Every byte of the tensor must be added once. Raises ValueError if the part ends outside of the tensor.
         """
         add_parts([(self, part, start)])()
+
+    def add_view(self, part: Tensor, view: Tensor) -> Callable[[], None]:
+        """Start to add ``part``, whose elements lie where ``view`` has them. Returns a function that ends the addition.
+
+        ``view``: a view with the shape of ``part`` of a vector that stands for the whole tensor, on the device "meta".
+        """
+        item_bytes = part.element_size()
+        if view.is_contiguous():
+            return add_parts([(self, part, int(view.storage_offset()) * item_bytes)])
+        # The last dimensions that are contiguous together make a row.
+        dim, width = view.dim(), 1
+        while view.stride(dim - 1) == width or view.shape[dim - 1] == 1:
+            dim -= 1
+            width *= view.shape[dim]
+        starts = torch.tensor(view.storage_offset())
+        for length, stride in zip(view.shape[:dim], view.stride()[:dim], strict=True):
+            starts = starts.unsqueeze(-1) + stride * torch.arange(length)
+        starts = starts.flatten() * item_bytes
+        rows = part.detach().contiguous().view(torch.uint8).view(len(starts), width * item_bytes)
+        if (width * item_bytes) % WORD or (starts % WORD).any():
+            return add_parts([(self, *row) for row in zip(rows, starts.tolist(), strict=True)])
+        edges = scattered_sums(rows, starts // WORD)
+        return partial(self.add_sums, (0, edges))
+
+    def without_fragments(self, part: Tensor, start: int) -> tuple[Tensor, int]:
+        """Keep the bytes of the words that the part has only partly. Return the rest of the part, and its start."""
+        size = part.numel() * part.element_size()
+        end = start + size
+        head = min(-start % WORD, size)
+        tail = 0 if end == self._size else min(end % WORD, size - head)
+        if head == tail == 0:
+            return part, start
+        flat = part.detach().contiguous().reshape(-1).view(torch.uint8)
+        for first, piece in ((start, flat[:head]), (end - tail, flat[size - tail :])):
+            self._fragments.update(enumerate(piece.tolist(), first))
+        return flat[head : size - tail], start + head
 
     def run(self, part: Tensor, start: int) -> WordRun | None:
         """Return the part as whole words, or None if it is empty. Raises ValueError as ``add`` does."""
         size = part.numel() * part.element_size()
         first = start // WORD
-        end = -(-(start + size) // WORD)
-        if start % WORD or (size % WORD and end != self._words):
+        if start + size > self._size:
             raise ValueError(
-                f"tiled hash: {size} bytes at byte {start} of {WORD * self._words}; parts must begin and end "
-                f"at multiples of {WORD}"
+                f"tiled hash: {size} bytes at byte {start} of a tensor of {self._size} bytes"
             )
         if size:
             return run_of(part, first, self._words)
@@ -344,23 +419,33 @@ class TiledHash:
         """Add the sums of one part."""
         closed, edges = sums
         self._sum = (self._sum + closed) & MASK64
-        for tile, sum_1, sum_2 in edges:
-            tile_1, tile_2 = self._shared_tiles.get(tile, (0, 0))
-            self._shared_tiles[tile] = ((tile_1 + sum_1) & MASK32, (tile_2 + sum_2) & MASK32)
+        for edge in edges:
+            _add_edge(self._shared_tiles, edge)
 
     def state(self) -> list[Any]:
         """Return the sums so far as JSON values, the argument of ``merge``."""
-        return [self._sum, [[tile, *sums] for tile, sums in self._shared_tiles.items()]]
+        edges = [[tile, *sums] for tile, sums in self._shared_tiles.items()]
+        return [self._sum, edges, list(self._fragments.items())]
 
     def merge(self, state: list[Any]) -> None:
         """Add the ``state`` of another hash of the same tensor."""
         self.add_sums((state[0], state[1]))
+        self._fragments.update(map(tuple, state[2]))
 
     def hexdigest(self) -> str:
         """Return the checksum of all added parts as 16 hexadecimal digits; zeros for an empty tensor."""
         total = self._sum
-        if self._shared_tiles:
-            tile_sums = torch.tensor(list(self._shared_tiles.values()))
+        shared_tiles = dict(self._shared_tiles)
+        words = sorted({position // WORD for position in self._fragments})
+        if words:
+            values = [
+                [self._fragments.get(WORD * word + i, 0) for i in range(WORD)] for word in words
+            ]
+            rows = torch.tensor(values, dtype=torch.uint8)
+            for edge in scattered_sums(rows, torch.tensor(words)):
+                _add_edge(shared_tiles, edge)
+        if shared_tiles:
+            tile_sums = torch.tensor(list(shared_tiles.values()))
             total += closed_sum(tile_sums.T, self._words)
         return f"{_splitmix(total & MASK64):016x}"
 

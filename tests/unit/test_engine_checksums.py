@@ -436,15 +436,41 @@ def test_the_triton_kernel_agrees_with_the_loop(monkeypatch: pytest.MonkeyPatch)
     assert are_equal == [True] * 36
 
 
-def test_tiled_hash_takes_whole_words_but_for_the_end() -> None:
-    ragged = TiledHash(10)
-    ragged.add(torch.ones(1, dtype=torch.bfloat16), 8)
-    ragged.add(torch.ones(4, dtype=torch.bfloat16), 0)
-    assert ragged.hexdigest() == tiled_hash(torch.ones(5, dtype=torch.bfloat16))
-    for start, count in ((2, 2), (0, 1)):
-        with pytest.raises(ValueError, match=mentioning(4)):
-            TiledHash(10).add(torch.ones(count, dtype=torch.bfloat16), start)
+def test_parts_may_share_words() -> None:
+    """Parts of any number of bytes, also several within a word, and the last within the tensor's short last word."""
+    data = torch.arange(1, 60_004, dtype=torch.int64).to(torch.uint8)
+    for ends in ([1, 2, 3, 60_003], [5, 6, 8, 40_001, 60_002, 60_003], [60_001, 60_002, 60_003]):
+        hashes = [TiledHash(60_003) for _ in range(2)]
+        for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            hashes[i % 2].add(data[start:end], start)
+        hashes[1].merge(json.loads(json.dumps(hashes[0].state())))
+        assert hashes[1].hexdigest() == tiled_hash(data)
+    with pytest.raises(ValueError, match=mentioning(10)):
+        TiledHash(10).add(torch.ones(2, dtype=torch.bfloat16), 8)
     assert tiled_hash(torch.empty(0)) == "0" * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_parts_that_are_no_run_of_bytes(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns, every second row, and a box of a matrix: together they are the matrix."""
+    monkeypatch.setattr(hashing, "SCATTERED_WORDS", 5000)
+    rows, columns = 301, 310
+    tensor = torch.arange(rows * columns).view(rows, columns).to(dtype)
+    places = torch.empty(3 + tensor.numel(), device="meta")[3:].view(rows, columns)
+    vector = torch.cat([torch.ones(3, dtype=dtype), tensor.flatten()])
+    tensor_hash = TiledHash(vector.nbytes)
+    tensor_hash.add(vector[:3], 0)
+    for cut in (
+        (slice(None), slice(0, 99)),
+        (slice(0, None, 2), slice(99, None)),
+        (slice(1, 200, 2), slice(99, None)),
+        (slice(201, None, 2), slice(99, 200)),
+        (slice(201, None, 2), slice(200, None)),
+    ):
+        tensor_hash.add_view(tensor[cut], places[cut])()
+    assert tensor_hash.hexdigest() == tiled_hash(vector)
 
 
 def test_one_word_worked_by_the_formula() -> None:
@@ -487,7 +513,7 @@ def test_bytes_are_padded_to_a_word_and_an_empty_part_adds_nothing() -> None:
         assert tiled_hash(data) == tiled_hash(padded)
     whole = TiledHash(8)
     whole.add(torch.empty(0, dtype=torch.uint8), 4)
-    assert whole.state() == [0, []]
+    assert whole.state() == [0, [], []]
 
 
 def test_on_a_cpu_the_compiled_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
