@@ -8,7 +8,7 @@ medians by phase, the cost of the checksums, s/GB, and the metrics that a run re
 With ``--lora-rank`` the trainer has adapters. Updates of merged weights (by the strategy) alternate
 with updates of only the adapters. All updates are verified, without a canary.
 
-    python tools/bench_weight_sync.py HF_CHECKPOINT [--strategy distributed] [--rounds 9]
+    python tools/bench_weight_sync.py HF_CHECKPOINT [--strategy shards] [--rounds 9]
         [--bucket-mib 64] [--network-gb-per-s 50] [--lora-rank 32 [--lora-modules all-linear]]
 """
 
@@ -58,6 +58,7 @@ class Weights:
     """A checkpoint in memory, in the layout of a trainer with one rank."""
 
     rank = 0
+    layout = Layout()
 
     def __init__(self, folder: Path) -> None:
         self.shape = load_model_shape(folder)
@@ -85,6 +86,10 @@ class Weights:
         """Plan of all weights in buckets."""
         item = self.dtype.itemsize
         return hf_buckets_plan(self.shape, Layout(), bucket_bytes, item, spread=spread)
+
+    def values(self) -> dict[ParameterKey, Tensor]:
+        """The tensors."""
+        return self._values
 
     def gather(self, plan: Sequence[Bucket]) -> Iterator[Gathered]:
         """Gather the buckets as a trainer does."""
@@ -313,7 +318,7 @@ def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, nargs="?", help="a Hugging Face folder")
-    parser.add_argument("--strategy", choices=sorted(STRATEGIES), default="distributed")
+    parser.add_argument("--strategy", choices=["shards", *STRATEGIES], default="distributed")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument(

@@ -743,9 +743,9 @@ def _colocation(
             "engine.servers: got 0 with engine.placement colocated, expected at least 1: servers that are attached "
             "later share no device with the trainer"
         )
-    if engine.device == "cuda" and strategy == "distributed":
+    if engine.device == "cuda" and strategy in ("distributed", "shards"):
         yield (
-            "weight_sync.strategy: got distributed with engine.placement colocated, expected tensor or disk: NCCL "
+            f"weight_sync.strategy: got {strategy} with engine.placement colocated, expected tensor or disk: NCCL "
             "takes no two ranks on one GPU"
         )
     if rollout.max_staleness and rollout.interrupt == "drain":

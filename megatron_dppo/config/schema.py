@@ -481,9 +481,9 @@ class EngineConfig(Section):
 class WeightSyncConfig(Section):
     """Weight updates from trainer to engines."""
 
-    strategy: Literal["distributed", "tensor", "disk"] = "distributed"
-    """``distributed``: broadcasts over NCCL or gloo. ``tensor``: memory that trainer and engines share on one host.
-    ``disk``: a folder that the engines read.
+    strategy: Literal["distributed", "shards", "tensor", "disk"] = "distributed"
+    """``distributed``: broadcasts over NCCL or gloo. ``shards``: over NCCL or gloo, to each engine rank only what it
+    keeps. ``tensor``: memory that trainer and engines share on one host. ``disk``: a folder that the engines read.
     """
     senders: Literal["holders", "nodes"] | None = None
     """Ranks that send with ``distributed`` and ``tensor``. ``holders``: the rank that holds most of a tensor.

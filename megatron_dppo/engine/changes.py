@@ -51,6 +51,16 @@ class Changes:
         return [self.positions.view(torch.uint8), self.values.view(torch.uint8)]
 
 
+def item_dtype(item_bytes: int) -> torch.dtype:
+    """Return the dtype of values of this size."""
+    return _ITEMS[item_bytes]
+
+
+def changes_bytes(count: int, item_bytes: int) -> tuple[int, int]:
+    """Return the bytes of the positions and the bytes of the values of ``count`` changes."""
+    return count * _POSITION_BYTES, count * item_bytes
+
+
 def item_bytes(header: WireHeader) -> int:
     """Return the size of the items of a whole bucket with this header."""
     return min(getattr(torch, name).itemsize for name in header.dtypes)

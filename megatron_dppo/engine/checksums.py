@@ -21,6 +21,7 @@ from megatron_dppo.model import mapping, quantization
 from megatron_dppo.model.engine_layout import check_engine_layout
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.shard_plan import kept_elements
+from megatron_dppo.model.splits import Dims
 from megatron_dppo.tensor_hash import WORD, Part, TiledHash, add_parts
 
 EXPERT_MULTIPLE = {"cpu": 32, "cuda": 1}
@@ -46,6 +47,20 @@ class EnginePart:
     block: mapping.Segment
     width: int
     adds_one: bool = False
+
+    def views(self, dims: Dims, flat: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the view of the engine tensor, given as a vector, that holds the block, and the view of its padding.
+
+        ``dims``: the shape of the whole Hugging Face tensor. Without padding the second view is None.
+        """
+        block = self.block
+        held_dims = list(dims)
+        held_dims[block.dim] = self.width
+        region = flat[self.start : self.start + math.prod(held_dims)].view(held_dims)
+        padding = None
+        if self.width > block.length:
+            padding = region.narrow(block.dim, block.length, self.width - block.length)
+        return region.narrow(block.dim, 0, block.length), padding
 
     def cut(self, hf_tensor: Tensor, engine_dtype: torch.dtype) -> Tensor:
         """Compute the part's values in the engine from the whole Hugging Face tensor.

@@ -22,7 +22,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
     from megatron_dppo.engine.changes import Changes
     from megatron_dppo.engine.checksums import EnginePart, EngineTensors
+    from megatron_dppo.engine.shards import IncomingShards
+    from megatron_dppo.model.mapping import Segment
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,8 @@ ATOMIC_VARIABLE = "MEGATRON_DPPO_ATOMIC_UPDATES"
 """Environment variable of a server that keeps whole buckets until the end of an update."""
 POSITIONS = "megatron_dppo.changes.positions"
 """Name of the first tensor of a bucket that holds only changes."""
+SHARDS = "megatron_dppo.shards"
+"""Name of the first tensor in a request for an update in shards. The second name is the update's Instruction."""
 _TENSORS_AT_ONCE = 1024
 """Number of tensors of a folder that are read before they are copied."""
 
@@ -197,6 +203,9 @@ class TensorPlaces:
         self._repeated: set[str] = set()
         self._addresses: dict[str, int] = {}
         self._unfilled: list[Tensor] = []
+        self.blocks: dict[Segment, list[tuple[Tensor, bool]]] = defaultdict(list)
+        """For each block that the rank holds: views of its places, with the block's shape, and whether the engine holds
+        1 + the block. The block's ``local_start`` is 0."""
         flat_tensors = self._flat(table.sizes[rank], held_tensors)
         self._device = next(iter(flat_tensors.values())).device
         filled_tensors: set[str] = set()
@@ -208,6 +217,10 @@ class TensorPlaces:
             places: list[_Place] = []
             for part in own_parts:
                 places.append(_place(part, self._shapes[name], flat_tensors[part.tensor]))
+                view, padding = part.views(self._shapes[name], flat_tensors[part.tensor])
+                self.blocks[replace(part.block, local_start=0)].append((view, part.adds_one))
+                if padding is not None:
+                    self._unfilled.append(padding)
             self._places[name] = places
         for name, flat in flat_tensors.items():
             if name not in filled_tensors:
@@ -222,7 +235,7 @@ class TensorPlaces:
         return True
 
     def fill_padding(self) -> None:
-        """Write zeros to the tensors that no tensor of a checkpoint fills."""
+        """Write zeros to the tensors, and parts of tensors, that no tensor of a checkpoint fills."""
         for tensor in self._unfilled:
             tensor.zero_()
 
@@ -464,13 +477,21 @@ class DirectLoader:
         self._folder = folder
 
     def __call__(
-        self, weights: ReceivedBucket | Iterable[tuple[str, Tensor]], *args: Any, **options: Any
+        self,
+        weights: ReceivedBucket | IncomingShards | Iterable[tuple[str, Tensor]],
+        *args: Any,
+        **options: Any,
     ) -> Any:
         """Load ``weights``. Outside of an update they are all tensors of the model, for example from a folder."""
+        from megatron_dppo.engine.shards import IncomingShards
+
         if not self._is_updating:
             self._prepare()
         folder = self._folder
         self._folder = None
+        if isinstance(weights, IncomingShards):
+            self._receive(weights)
+            return None
         if self._tensor_places is None:
             return self._own_loader(weights, *args, **options)
         mapped_files = None
@@ -495,6 +516,20 @@ class DirectLoader:
         if not self._is_updating and hasattr(self._model, "post_load_weights"):
             self._model.post_load_weights()
         return None
+
+    def _receive(self, shards: IncomingShards) -> None:
+        """Receive an update that has only what this rank keeps. Raises UnplaceableError without a table."""
+        table = self._table
+        places = self._tensor_places
+        if table is None or places is None:
+            raise UnplaceableError("weight update: the server's tensors are not the table's")
+
+        def dtype_of(name: str) -> torch.dtype:
+            return table.sent_dtype(name, shards.dtype)
+
+        self._kept += shards.receive(
+            table.shape, places.blocks, dtype_of, keeps_whole=self._keeps_buckets
+        )
 
     def _prepare(self) -> None:
         """Make the places of the model's present tensors, unless the table does not describe them."""
@@ -595,6 +630,11 @@ def receive_bucket(
     import torch
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
+    if names[0] == SHARDS:
+        from megatron_dppo.engine.shards import IncomingShards
+
+        # The DirectLoader receives the weights: it knows their places.
+        return IncomingShards(names[1], updater._model_update_group[group_name], group_name)
     if not places_directly(updater.get_model()):
         return original(updater, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name)
     types = [dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype) for dtype in dtypes]

@@ -177,6 +177,8 @@ class EngineWeights:
         self.groups = () if state is None else state.groups
         """Names of the broadcast groups that the server was in when the connection was made."""
         self.places_directly = state is not None and state.places_directly
+        self.accepts_shards = self.places_directly
+        """Whether the server can receive what its ranks keep, in place of whole tensors."""
 
     @classmethod
     async def connect(

@@ -15,10 +15,12 @@ its messages in the order of their steps never waits for itself.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -111,6 +113,11 @@ class Message:
     bytes: int
     step: int = 0
 
+    @property
+    def item_bytes(self) -> int:
+        """The size of the smallest items. The message has a whole number of such items."""
+        return self.slices[-1].item_bytes
+
 
 @dataclass(frozen=True)
 class ShardPlan:
@@ -124,6 +131,24 @@ class ShardPlan:
 
     messages: tuple[Message, ...]
     kept: tuple[int, ...]
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """The trainer ranks that take part in the update: those that send, and rank 0, which controls it."""
+        return tuple(sorted({0, *(message.sender for message in self.messages)}))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all messages. Two plans with equal fingerprints send the same slices in the same order."""
+        content = hashlib.sha256()
+        for message in self.messages:
+            line = f"{message.step} {message.sender} {message.column} {message.bytes}"
+            for part in message.slices:
+                block, piece = part.block, part.piece.segment
+                line += f"\n{part.name} {block.dim} {block.hf_start} {block.length} {block.hf_step} {part.item_bytes}"
+                line += f" {piece.dim} {piece.hf_start} {piece.hf_step} {part.start} {part.length}"
+            content.update(line.encode())
+        return content.hexdigest()
 
     @property
     def bound(self) -> int:

@@ -23,7 +23,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -343,6 +342,51 @@ def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
     return finish
 
 
+Place: TypeAlias = "int | Tensor"
+"""Where a part lies in a tensor: the number of its first byte, or a view with the part's shape of a vector, on the
+device "meta", that stands for the whole tensor."""
+
+
+def add_placed(parts: Sequence[tuple[TiledHash, Tensor, Place]]) -> Callable[[], None]:
+    """Start to hash ``parts``, each with its place. Returns a function as ``add_parts`` does."""
+    runs: list[Part] = []
+    scattered: list[tuple[TiledHash, Sequence[Edge]]] = []
+    for tensor_hash, part, place in parts:
+        if isinstance(place, int):
+            runs.append((tensor_hash, part, place))
+            continue
+        starts, rows = _rows_at(part, place)
+        if rows.shape[1] % WORD or (starts % WORD).any():
+            for start, row in zip(starts.tolist(), rows, strict=True):
+                runs.append((tensor_hash, row, start))
+        else:
+            scattered.append((tensor_hash, scattered_sums(rows, starts // WORD)))
+    finish_runs = add_parts(runs)
+
+    def finish() -> None:
+        finish_runs()
+        for tensor_hash, edges in scattered:
+            tensor_hash.add_sums((0, edges))
+
+    return finish
+
+
+def _rows_at(part: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first byte of each run of elements in ``view``, and the runs' bytes in ``part``, ``uint8``."""
+    # The last dimensions that are contiguous together make a row.
+    dim = view.dim()
+    width = 1
+    while dim and (view.stride(dim - 1) == width or view.shape[dim - 1] == 1):
+        dim -= 1
+        width *= view.shape[dim]
+    starts = torch.tensor(int(view.storage_offset()))
+    for length, stride in zip(view.shape[:dim], view.stride()[:dim], strict=True):
+        starts = starts.unsqueeze(-1) + stride * torch.arange(length)
+    starts = starts.flatten() * part.element_size()
+    rows = part.detach().contiguous().view(torch.uint8).view(len(starts), -1)
+    return starts, rows
+
+
 class TiledHash:
     """The checksum of a tensor of ``size`` bytes, computed from its parts in any order.
 
@@ -366,29 +410,6 @@ class TiledHash:
         Every byte of the tensor must be added once. Raises ValueError if the part ends outside of the tensor.
         """
         add_parts([(self, part, start)])()
-
-    def add_view(self, part: Tensor, view: Tensor) -> Callable[[], None]:
-        """Start to add ``part``, whose elements lie where ``view`` has them. Returns a function that ends the addition.
-
-        ``view``: a view with the shape of ``part`` of a vector that stands for the whole tensor, on the device "meta".
-        """
-        item_bytes = part.element_size()
-        if view.is_contiguous():
-            return add_parts([(self, part, int(view.storage_offset()) * item_bytes)])
-        # The last dimensions that are contiguous together make a row.
-        dim, width = view.dim(), 1
-        while view.stride(dim - 1) == width or view.shape[dim - 1] == 1:
-            dim -= 1
-            width *= view.shape[dim]
-        starts = torch.tensor(view.storage_offset())
-        for length, stride in zip(view.shape[:dim], view.stride()[:dim], strict=True):
-            starts = starts.unsqueeze(-1) + stride * torch.arange(length)
-        starts = starts.flatten() * item_bytes
-        rows = part.detach().contiguous().view(torch.uint8).view(len(starts), width * item_bytes)
-        if (width * item_bytes) % WORD or (starts % WORD).any():
-            return add_parts([(self, *row) for row in zip(rows, starts.tolist(), strict=True)])
-        edges = scattered_sums(rows, starts // WORD)
-        return partial(self.add_sums, (0, edges))
 
     def without_fragments(self, part: Tensor, start: int) -> tuple[Tensor, int]:
         """Keep the bytes of the words that the part has only partly. Return the rest of the part, and its start."""

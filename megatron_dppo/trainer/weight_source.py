@@ -13,7 +13,9 @@ from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.model import gather_plan
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.quantization import Rounding
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.fp8_weights import rounded_to_fp8
@@ -69,6 +71,22 @@ class TrainerWeights:
         """The dtype of the weights."""
         return str(self._trainer.dtype).removeprefix("torch.")
 
+    @property
+    def shape(self) -> ModelShape:
+        """The model."""
+        return self._trainer.shape
+
+    @property
+    def layout(self) -> Layout:
+        """The trainer's layout."""
+        return self._trainer.layout
+
+    def values(self) -> Mapping[gather_plan.ParameterKey, Tensor]:
+        """Return this rank's current tensors."""
+        self._trainer.check_resident("read weights", "weights")
+        self._gathered = self._values()
+        return self._gathered
+
     def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
         """Plan all weights in buckets.
 
@@ -98,9 +116,7 @@ class TrainerWeights:
 
         Bucket n stays unchanged while bucket n + 1 is gathered. Bucket n + 2 overwrites bucket n.
         """
-        self._trainer.check_resident("gather weights", "weights")
-        self._gathered = self._values()
-        return gather(plan, self.rank, self._gathered, self._buffers)
+        return gather(plan, self.rank, self.values(), self._buffers)
 
     def held_update(self) -> tuple[float, float]:
         """Return the sums of ``MergedWeights.held_update`` for the last gather; 0 and 0 without merged adapters."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,25 +18,26 @@ from torch.distributed.distributed_c10d import GroupName
 
 from megatron_dppo.engine.broadcast_group import CALLED_OFF, errors_abort_the_group, new_name
 from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.engine.links import (
+    CalledOffError,
+    ConnectionBrokenError,
+    Link,
+    connect_store,
+    in_background,
+    raising_connection_broken,
+    wait_unless_called_off,
+)
 from megatron_dppo.system.network import listening_store
 
 log = logging.getLogger(__name__)
-
-
-T = TypeVar("T")
 
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """The backend of torch.distributed for each device of the engine."""
 
 
-_CANCEL_POLL_S = 0.2
-"""Seconds between two checks whether the transfer was cancelled."""
-
-
 _CANCEL_S = 5.0
-"""Longest time to reach the rendezvous of a group that is cancelled. An aborted group's rendezvous also stays open for
-this time, so that its engine ranks can read the cancellation."""
+"""An aborted group's rendezvous stays open for this time, so that its engine ranks can read the cancellation."""
 
 
 _ANNOUNCEMENT_POLL_S = 0.002
@@ -54,56 +53,61 @@ def _announcement(number: int) -> str:
     return f"bucket {number}"
 
 
-class CalledOffError(EngineError):
-    """Another rank cancelled the transfer. The error of that rank has the cause."""
-
-
-class ConnectionBrokenError(EngineError):
-    """gloo or NCCL lost a connection to an engine, or could not make one."""
-
-
-@contextmanager
-def _raising_connection_broken() -> Iterator[None]:
-    """Convert torch's errors in the block to ConnectionBrokenError."""
-    # torch raises a plain RuntimeError for most errors of gloo and NCCL.
-    try:
-        yield
-    except RuntimeError as error:
-        raise ConnectionBrokenError(str(error)) from error
-
-
 def call_off(address: str, port: int) -> None:
     """Make the ranks of the group with the rendezvous ``address``:``port`` stop waiting. Never raises."""
-    limit = timedelta(seconds=_CANCEL_S)
     try:
-        store = dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
-        store.set(CALLED_OFF, "1")
-    except (RuntimeError, OSError) as error:
+        connect_store(address, port).set(CALLED_OFF, "1")
+    except (EngineError, RuntimeError, OSError) as error:
         # The rendezvous no longer exists: the process that held it has ended or left the group.
         log.info("weight transfer: %s:%d was not told to stop: %s", address, port, error)
 
 
 class BroadcastGroup:
-    """A process group of this process and ``ranks`` engine ranks. The future ``joined`` is done when all have joined.
+    """A process group of trainer ranks and ``ranks`` engine ranks. The future ``joined`` is done when all have joined.
 
-    This process, a sender, has rank 0 in the group. Each sender of the trainer has a group of its own.
+    The trainer ranks come first in the group. Its rank 0, this process by default, has the rendezvous.
 
-    The engine ranks need ``address``, ``port``, ``name`` and ``backend`` to join. The rendezvous listens on a free port
+    The other ranks need ``address``, ``port``, ``name`` and ``backend`` to join. The rendezvous listens on a free port
     of ``address`` only.
+
+    Args:
+        ranks: number of engine ranks.
+        address: address of the rendezvous.
+        device: the engines' device, "cpu" or "cuda".
+        timeout_s: time limit of joining, and of transfers.
+        members: number of trainer ranks.
+        rank: this process's rank in the group.
+        port: port of the rendezvous, for ranks other than 0.
+        name: name of the group, for ranks other than 0.
     """
 
-    def __init__(self, *, ranks: int, address: str, device: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        address: str,
+        device: str,
+        timeout_s: float,
+        members: int = 1,
+        rank: int = 0,
+        port: int = 0,
+        name: str = "",
+    ) -> None:
         # This limit is the last resort. The callers' own limits end first, with errors that name the slow operation.
         self._backend_limit = timedelta(seconds=timeout_s) + _BACKEND_SLACK
-        self.name = new_name(self._backend_limit)
+        self.name = name or new_name(self._backend_limit)
         self.address = address
         self.backend = BACKENDS[device]
         self._group: dist.ProcessGroup | None = None
-        limit = timedelta(seconds=timeout_s)
-        self._store = listening_store(address, 0, ranks + 1, limit, wait_for_workers=False)
+        size = members + ranks
+        if rank:
+            self._store = connect_store(address, port, timeout_s)
+        else:
+            limit = timedelta(seconds=timeout_s)
+            self._store = listening_store(address, 0, size, limit, wait_for_workers=False)
         self.port = self._store.port
         self._device = device
-        self.joined: Future[None] = in_background(partial(self._join, ranks + 1))
+        self.joined: Future[None] = in_background(partial(self._join, size, rank))
         self._connected: Future[None] | None = None
         self._announced = 0
         self._stream: torch.cuda.Stream | None = None
@@ -120,22 +124,24 @@ class BroadcastGroup:
         """
         # Wait without a time limit: the engines may have to load other senders' buckets first. The trainer's rank 0
         # limits the time of each request to the engines. If a request takes longer, rank 0 cancels the transfer.
-        while not wait([future], _CANCEL_POLL_S).done:
-            if self._store.check([CALLED_OFF]):
-                raise CalledOffError("another rank called the weight transfer off")
-        future.result()
+        wait_unless_called_off(future, self._store)
 
-    def _join(self, size: int) -> None:
-        """Make the group of ``size`` ranks; return when all of them have joined."""
+    def link(self, device: torch.device) -> Link:
+        """Return the link for transfers between ranks, after all have joined. ``device``: that of the bytes."""
+        assert self._group is not None
+        return Link(self._group, self._store, self._backend_limit, device)
+
+    def _join(self, size: int, rank: int = 0) -> None:
+        """Make the group of ``size`` ranks, this one ``rank``; return when all of them have joined."""
         limit = self._backend_limit
         options = None
         if self.backend == "gloo":
             options = _gloo_options(self.address, limit)
         # Use the helper that makes the group in the engines too: both sides must use the same keys in the store.
-        with _raising_connection_broken(), errors_abort_the_group(self.backend):
+        with raising_connection_broken(), errors_abort_the_group(self.backend):
             group, _ = c10d._new_process_group_helper(
                 size,
-                0,
+                rank,
                 [],
                 c10d.Backend(self.backend),
                 dist.PrefixStore(self.name, self._store),
@@ -187,9 +193,7 @@ class Announcements:
     def __init__(self, address: str, port: int, timeout_s: float) -> None:
         self._timeout = timeout_s
         self._read = 0
-        limit = timedelta(seconds=timeout_s)
-        with _raising_connection_broken():
-            self._store = dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
+        self._store = connect_store(address, port, timeout_s)
 
     def next(self) -> int:
         """Wait for the next value.
@@ -199,7 +203,7 @@ class Announcements:
         """
         key = _announcement(self._read)
         deadline = time.monotonic() + self._timeout
-        with _raising_connection_broken():
+        with raising_connection_broken():
             while not self._store.check([key]):
                 if self._store.check([CALLED_OFF]):
                     raise CalledOffError("the sender called the weight transfer off")
@@ -235,7 +239,7 @@ def _broadcast(
     options.rootRank = 0
     options.rootTensor = 0
     if filled is None:
-        with _raising_connection_broken():
+        with raising_connection_broken():
             group.broadcast([data], options).wait(limit)
         return
     event, stream = filled
@@ -244,7 +248,7 @@ def _broadcast(
     # meanwhile. ``stream`` waits only for the event that ``data`` is filled.
     # ``data`` stays unchanged until synchronize returns: ``Packer`` keeps ``data`` during its next call, and the caller
     # waits for this broadcast before the call after that. This frame keeps ``data`` from being freed.
-    with _raising_connection_broken(), torch.cuda.stream(stream):
+    with raising_connection_broken(), torch.cuda.stream(stream):
         stream.wait_event(event)
         group.broadcast([data], options).wait(limit)
         # NCCL's wait() blocks only the stream, not this thread.
@@ -258,17 +262,3 @@ def _gloo_options(address: str, limit: timedelta) -> Any:
     options._devices = [gloo.create_device(hostname=address)]
     options._timeout = limit
     return options
-
-
-def in_background(call: Callable[[], T]) -> Future[T]:
-    """Run ``call`` in a daemon thread."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

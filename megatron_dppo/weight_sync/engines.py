@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engine.changes import Changes, item_bytes
-from megatron_dppo.engine.errors import UNBOUNDED, EngineError
+from megatron_dppo.engine.errors import UNBOUNDED, EngineError, EngineMismatchError
 from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION
 from megatron_dppo.engine.server_state import MemoryTag
 from megatron_dppo.engine.weights import TAGS, EngineWeights
@@ -501,3 +501,19 @@ def meeting_address(urls: Sequence[str]) -> str:
 def on_this_host(url: str) -> bool:
     """Whether packets to ``url`` stay on this machine."""
     return local_address(url) == resolve(str(urlsplit(url).hostname))
+
+
+def require_routable(urls: Sequence[str]) -> None:
+    """Raise EngineMismatchError if some engines are at loopback and others are not: they could not connect."""
+    loopback_urls: list[str] = []
+    routable_urls: list[str] = []
+    for url in urls:
+        if is_loopback(str(urlsplit(url).hostname)):
+            loopback_urls.append(url)
+        else:
+            routable_urls.append(url)
+    if loopback_urls and routable_urls:
+        raise EngineMismatchError(
+            f"the engine at {loopback_urls[0]} listens on loopback, where the engine "
+            f"at {routable_urls[0]} can't reach it; expected an address of this machine in engine.host"
+        )

@@ -21,7 +21,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import torch
 
@@ -29,16 +28,11 @@ from megatron_dppo.checkpoint_conversion.hf_folder import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.engine.changes import changes_header
 from megatron_dppo.engine.errors import EngineMismatchError
+from megatron_dppo.engine.links import in_background
 from megatron_dppo.engine.shared_buckets import shared_empty
 from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.system.network import is_loopback
 from megatron_dppo.system.scratch import private_name
-from megatron_dppo.weight_sync.broadcast_group import (
-    Announcements,
-    BroadcastGroup,
-    call_off,
-    in_background,
-)
+from megatron_dppo.weight_sync.broadcast_group import Announcements, BroadcastGroup, call_off
 from megatron_dppo.weight_sync.engines import (
     ENGINE_FAULTS,
     GRACE_S,
@@ -49,6 +43,7 @@ from megatron_dppo.weight_sync.engines import (
     Transfer,
     meeting_address,
     on_this_host,
+    require_routable,
 )
 
 log = logging.getLogger(__name__)
@@ -76,7 +71,7 @@ class DistributedStrategy(Strategy):
     spread = True
 
     def __init__(self, transfer: Transfer) -> None:
-        _require_routable([engine.url for engine in transfer.engines.members])
+        require_routable([engine.url for engine in transfer.engines.members])
         super().__init__(transfer)
         self.copies = transfer.engines.ranks
         self._group: BroadcastGroup | None = None
@@ -279,22 +274,6 @@ class DistributedStrategy(Strategy):
                 # Rank 0 made the HTTP calls, so its exception names the failing engine.
                 self._requests.result()
             raise
-
-
-def _require_routable(urls: Sequence[str]) -> None:
-    """Raise EngineMismatchError if some engines are at loopback and others are not: they could not connect."""
-    loopback_urls: list[str] = []
-    routable_urls: list[str] = []
-    for url in urls:
-        if is_loopback(str(urlsplit(url).hostname)):
-            loopback_urls.append(url)
-        else:
-            routable_urls.append(url)
-    if loopback_urls and routable_urls:
-        raise EngineMismatchError(
-            f"weight_sync.strategy distributed: the engine at {loopback_urls[0]} listens on loopback, where the engine "
-            f"at {routable_urls[0]} can't reach it; expected an address of this machine in engine.host"
-        )
 
 
 MEMORY = "/dev/shm"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import WeightSyncConfig
@@ -19,9 +20,13 @@ from megatron_dppo.engine.errors import UNBOUNDED
 from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION
 from megatron_dppo.engine.server_state import MemoryTag
+from megatron_dppo.engine.shards import PlanFacts
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics import table as metric_names
+from megatron_dppo.model.gather_plan import ParameterKey
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.quantization import Rounding
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import AlteredMemoryError, RunError
 from megatron_dppo.system.failpoints import failpoint
@@ -39,6 +44,7 @@ from megatron_dppo.weight_sync.engines import (
     Transfer,
 )
 from megatron_dppo.weight_sync.sent_weights import SentWeights
+from megatron_dppo.weight_sync.shards import ServerFacts, Shards, ShardStrategy
 from megatron_dppo.weight_sync.strategies import STRATEGIES
 
 log = logging.getLogger(__name__)
@@ -76,6 +82,15 @@ class WeightSource(Protocol):
         With ``spread``, each bucket's receiver is the rank that holds most of the bucket. Without ``spread``, rank 0
         receives all buckets.
         """
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def values(self) -> Mapping[ParameterKey, Tensor]:
+        """Return this rank's tensors."""
 
     def gather(self, plan: Plan) -> Iterator[Gathered]:
         """Gather the plan's buckets one after another, each on its receiver.
@@ -281,13 +296,15 @@ class RankFacts(NamedTuple):
 
     Attributes:
         sent_bytes: bytes sent to engines.
-        received_bytes: bytes received from other ranks.
+        received_bytes: bytes received from other ranks; with ``shards``, bytes that engine ranks send on.
         partials: the rank's partial checksums; None if the rank hashed no tensor.
         foreign_hosts: engine hosts other than the rank's own; empty if the rank sends nothing.
         copies: how many times each byte is sent to engines. Only rank 0's value is used.
         whole_bytes: bytes of all weights in the form that engines receive. Only rank 0's value is used.
         fewest_bytes: the fewest bytes that any plan moves into the engines. Only rank 0's value is used.
         held: the result of ``WeightSource.held_update``.
+        between_nodes: the part of these bytes that travelled to another node; None: ``sent_bytes``, once for each of
+            ``foreign_hosts``.
     """
 
     sent_bytes: int
@@ -298,6 +315,7 @@ class RankFacts(NamedTuple):
     whole_bytes: int
     fewest_bytes: int
     held: Sequence[float] = (0.0, 0.0)
+    between_nodes: int | None = None
 
 
 def held_update(facts: Sequence[RankFacts]) -> float | None:
@@ -322,7 +340,10 @@ def count_bytes(facts: Sequence[RankFacts], between_nodes: int) -> dict[str, int
     for rank_facts in facts:
         sent_bytes += rank_facts.sent_bytes
         received_bytes += rank_facts.received_bytes
-        between_nodes += rank_facts.sent_bytes * len(rank_facts.foreign_hosts)
+        if rank_facts.between_nodes is None:
+            between_nodes += rank_facts.sent_bytes * len(rank_facts.foreign_hosts)
+        else:
+            between_nodes += rank_facts.between_nodes
         if rank_facts.sent_bytes:
             foreign_hosts_by_sender.append(set(rank_facts.foreign_hosts))
     # The engine hosts without a sender: every sender reaches them through the network.
@@ -385,6 +406,8 @@ class WeightUpdater:
     )
     _sent_weights: SentWeights | None = field(default=None, init=False)
     _engines_take_changes: bool = field(default=False, init=False)
+    _shard_facts: PlanFacts | None = field(default=None, init=False)
+    _shards: Shards | None = field(default=None, init=False)
     _digests: Digests | None = field(default=None, init=False)
     _has_digests: bool = field(default=False, init=False)
 
@@ -405,6 +428,8 @@ class WeightUpdater:
         except ENGINE_FAULTS as fault:
             error = fault
         self._share(error, "no engine for weight updates")
+        if self.config.strategy == "shards":
+            self._open_shards()
         if self.config.changes_only:
             own_answer = self._engines is None or self._engines.take_changes
             self._engines_take_changes = all(self.source.all_gather(own_answer))
@@ -578,6 +603,8 @@ class WeightUpdater:
         Returns:
             The bytes that this rank sent, the bytes that it received from other ranks, and its partial checksums.
         """
+        if isinstance(self._strategy, ShardStrategy):
+            return self._stream_shards(phases, self._strategy, verify, sends_changes=sends_changes)
         assert self._plan is not None
         expected_checksums = None
         if verify and self._engines is not None and self._sends():
@@ -609,6 +636,28 @@ class WeightUpdater:
             partials = expected_checksums.partials()
         return sent, received, partials
 
+    def _stream_shards(
+        self, phases: Phases, strategy: ShardStrategy, verify: bool, *, sends_changes: bool
+    ) -> tuple[int, int, list[Any] | None]:
+        """Pack, send and hash all messages of this rank; see ``_stream``."""
+        shards = strategy.shards
+        checksums = shards.checksums() if verify else None
+        if self._sent_weights is not None:
+            self._sent_weights.begin(is_base=sends_changes)
+        values = self.source.values()
+        sent = 0
+        for message in shards.messages:
+            data = phases.run("gather", shards.pack, message, values)
+            if data is not None:
+                sent += phases.run("transfer", strategy.send_message, message, data) or 0
+            if data is not None and checksums is not None:
+                phases.run("hash", checksums.add, message, data, shards.dtype_of)
+            if phases.error is not None:
+                strategy.abort()
+                return sent, 0, None
+        partials = checksums.partials() if checksums is not None else None
+        return sent, strategy.forwarded, partials
+
     def _encode(self, phases: Phases, bucket: Bucket) -> Bucket:
         """Return the tensors to send for a gathered bucket, in the engines' dtypes."""
         if self._engines is None:
@@ -624,7 +673,11 @@ class WeightUpdater:
 
     def _verify(self, phases: Phases, partials: list[Any]) -> int:
         """Compare the engines' checksums with all senders' ``partials``. Returns the number of tensors."""
-        digests = self._on_rank_0(phases, "verify", verification.expected_digests, partials)
+        if isinstance(self._strategy, ShardStrategy):
+            shards = self._strategy.shards
+            digests = self._on_rank_0(phases, "verify", lambda _: shards.digests(partials))
+        else:
+            digests = self._on_rank_0(phases, "verify", verification.expected_digests, partials)
         self._keep_digests(digests, exist=True)
         if digests is None:
             return 0
@@ -820,7 +873,39 @@ class WeightUpdater:
     def _strategy_of(self, transfer: Transfer) -> Strategy:
         return STRATEGIES[self.config.strategy](transfer)
 
+    def _open_shards(self) -> None:
+        """Plan an update of the engines that rank 0 has opened. Collective."""
+        own_facts = None if self._engines is None else ServerFacts.of(self._engines).to_json()
+        servers = ServerFacts.of_json(self.source.all_gather(own_facts)[0])
+        facts = PlanFacts(
+            self.source.layout,
+            tuple(servers.layouts),
+            self.config.bucket_mib * MIB,
+            self.source.dtype_name,
+            servers.quantized,
+        )
+        rank = self.source.rank
+        if facts != self._shard_facts:
+            self._shard_facts = facts
+            self._shards = Shards(self.source.shape, facts, servers.device, rank)
+        if self.config.changes_only:
+            self._sent_weights = SentWeights()
+        assert self._shards is not None
+        self._strategy = ShardStrategy(
+            self._shards, servers, self._engines, rank, self.config.timeout_s, self._sent_weights
+        )
+
     def _open(self, urls: Sequence[str]) -> None:
+        if self.config.strategy == "shards":
+            if self._is_rank_0:
+                engines = Engines.connect(urls, self.open_engine, self.runner)
+                try:
+                    ServerFacts.of(engines)
+                except BaseException:
+                    engines.close()
+                    raise
+                self._engines = engines
+            return
         if self._plan is None:
             size = self.config.bucket_mib * MIB
             self._plan = self.source.plan(size, spread=STRATEGIES[self.config.strategy].spread)
@@ -876,6 +961,9 @@ class WeightUpdater:
         """Return ``copies``, ``whole_bytes`` and ``fewest_bytes`` of RankFacts."""
         if self._strategy is None:
             return 0, 0, 0
+        if isinstance(self._strategy, ShardStrategy):
+            shards = self._strategy.shards
+            return 1, shards.whole_bytes, shards.plan.bound
         whole_bytes = self._whole_bytes()
         return self._strategy.copies, whole_bytes, self._strategy.fewest_bytes(whole_bytes)
 
@@ -892,11 +980,16 @@ class WeightUpdater:
         byte_facts = self._byte_facts()
         hosts = self._foreign_hosts()
         held = self.source.held_update()
-        own_facts = RankFacts(sent, received, partials, hosts, *byte_facts, held)
+        between_nodes = None
+        if isinstance(self._strategy, ShardStrategy):
+            between_nodes = self._strategy.between_nodes
+        own_facts = RankFacts(sent, received, partials, hosts, *byte_facts, held, between_nodes)
         return [RankFacts(*values) for values in self.source.all_gather(list(own_facts))]
 
     def _foreign_hosts(self) -> list[str]:
         """Return the engine hosts, other than this rank's host, that receive this rank's bytes."""
+        if isinstance(self._strategy, ShardStrategy):
+            return self._strategy.foreign_hosts
         if self._engines is None or self._strategy is None or not self._sends():
             return []
         return self._engines.foreign_hosts

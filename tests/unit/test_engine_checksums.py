@@ -19,6 +19,7 @@ from megatron_dppo.system.kernels import KernelBuildError
 from megatron_dppo.tensor_hash import (
     TiledHash,
     add_parts,
+    add_placed,
     run_of,
     sums_by_torch,
     sums_on_cpu,
@@ -469,7 +470,7 @@ def test_parts_that_are_no_run_of_bytes(
         (slice(201, None, 2), slice(99, 200)),
         (slice(201, None, 2), slice(200, None)),
     ):
-        tensor_hash.add_view(tensor[cut], places[cut])()
+        add_placed([(tensor_hash, tensor[cut], places[cut])])()
     assert tensor_hash.hexdigest() == tiled_hash(vector)
 
 

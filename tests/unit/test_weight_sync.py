@@ -810,10 +810,10 @@ def test_engines_of_two_hosts_meet_where_both_can_come(monkeypatch: pytest.Monke
 
 
 def test_a_loopback_server_beside_one_elsewhere_is_refused() -> None:
-    strategies._require_routable([A, B])
-    strategies._require_routable(["http://10.0.0.7:1", "http://10.0.0.8:1"])
+    engines.require_routable([A, B])
+    engines.require_routable(["http://10.0.0.7:1", "http://10.0.0.8:1"])
     with pytest.raises(EngineMismatchError, match=r"10\.0\.0\.8:1 can't reach it; .* engine\.host"):
-        strategies._require_routable([A, "http://10.0.0.8:1"])
+        engines.require_routable([A, "http://10.0.0.8:1"])
 
 
 def test_bytes_between_nodes_are_counted_for_each_host_of_engines() -> None:

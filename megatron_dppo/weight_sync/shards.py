@@ -1,0 +1,546 @@
+"""Strategy ``shards``: every engine rank receives only the bytes that it keeps (``model/shard_plan.py``).
+
+The trainer ranks of the plan and all engine ranks are one group of gloo or NCCL. A trainer rank packs the slices of a
+message into a buffer by one call, and sends the buffer to the first engine rank of the message's column. No rank has a
+whole tensor. The hash of an engine tensor is a sum, so each trainer rank hashes the slices that it sends, and rank 0
+adds the sums.
+
+Only rank 0 calls the engines: one request to each server starts the transfer of the whole update.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import asdict, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.engine.checksums import EnginePart, EngineTensors, IncompleteWeightsError
+from megatron_dppo.engine.direct_loading import SHARDS
+from megatron_dppo.engine.errors import EngineMismatchError
+from megatron_dppo.engine.links import Link, in_background
+from megatron_dppo.engine.shards import INSTRUCTION, WHOLE, Instruction, PlanFacts, slices_in
+from megatron_dppo.engine.shared_buckets import WireHeader
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.gather_plan import ParameterKey
+from megatron_dppo.model.mapping import Segment
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shard_plan import Message, Slice
+from megatron_dppo.tensor_hash import Place, TiledHash, add_placed
+from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup, call_off
+from megatron_dppo.weight_sync.engines import (
+    ENGINE_FAULTS,
+    GRACE_S,
+    Digests,
+    Engines,
+    Strategy,
+    meeting_address,
+    on_this_host,
+    require_routable,
+)
+from megatron_dppo.weight_sync.sent_weights import SentWeights
+
+log = logging.getLogger(__name__)
+
+Values = Mapping[ParameterKey, Tensor]
+"""A trainer rank's tensors, by chunk and name."""
+
+
+class ServerFacts(NamedTuple):
+    """What every trainer rank must know of the servers.
+
+    Attributes:
+        urls: the address of each server.
+        layouts: the layout of each server.
+        device: the servers' device, "cpu" or "cuda".
+        quantized: whether linear layers and experts are block FP8.
+    """
+
+    urls: list[str]
+    layouts: list[EngineLayout]
+    device: str
+    quantized: bool
+
+    @classmethod
+    def of(cls, engines: Engines) -> ServerFacts:
+        """Return the facts of ``engines``. Raises EngineMismatchError for a server that cannot receive shards."""
+        for engine in engines.members:
+            if not engine.accepts_shards:
+                raise EngineMismatchError(
+                    f"{engine.url} loads updates by SGLang's own loader, which needs whole tensors; expected a server "
+                    "that was started by megatron_dppo.engine.launch_server, or weight_sync.strategy disk"
+                )
+        first = engines.first
+        if first.tensors.quantized:
+            raise EngineMismatchError(
+                f"{first.url}: weight_sync.strategy shards sends no block FP8 yet, expected distributed"
+            )
+        urls = [engine.url for engine in engines.members]
+        require_routable(urls)
+        return cls(
+            urls,
+            [engine.tensors.layout for engine in engines.members],
+            first.device,
+            first.tensors.quantized,
+        )
+
+    def to_json(self) -> list[Any]:
+        return [self.urls, [asdict(layout) for layout in self.layouts], *self[2:]]
+
+    @classmethod
+    def of_json(cls, value: list[Any]) -> ServerFacts:
+        urls, layouts, device, quantized = value
+        return cls(urls, [EngineLayout(**layout) for layout in layouts], device, quantized)
+
+
+class Shards:
+    """What a trainer rank has of an update in shards.
+
+    Attributes:
+        plan: the plan.
+        facts: the facts that the engines compute the plan from.
+        messages: the messages that this rank sends, in the order of their steps.
+    """
+
+    def __init__(self, shape: ModelShape, facts: PlanFacts, device: str, rank: int) -> None:
+        self.plan = facts.plan(shape)
+        self.facts = facts
+        self.messages = [message for message in self.plan.messages if message.sender == rank]
+        self.dtype: torch.dtype = getattr(torch, facts.dtype)
+        self._buffers: list[Tensor | None] = [None, None]
+        self._tables: dict[EngineLayout, EngineTensors] = {}
+        self._servers: list[tuple[EngineLayout, int]] = []
+        """For each engine rank of the plan, its server's layout and its rank in the server."""
+        for layout in facts.servers:
+            if layout not in self._tables:
+                self._tables[layout] = EngineTensors(
+                    shape, layout, device, quantized=facts.quantized
+                )
+            self._servers += [(layout, engine_rank) for engine_rank in range(layout.tensor)]
+        self.device = device
+
+    @property
+    def table(self) -> EngineTensors:
+        return self._tables[self.facts.servers[0]]
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """The bytes of all weights in the form that engines receive."""
+        size = 0
+        for name, dims in self.table.shapes.items():
+            size += math.prod(dims) * self.dtype_of(name).itemsize
+        return size
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype in which a tensor is sent."""
+        return self.table.sent_dtype(name, self.dtype)
+
+    def pack(self, message: Message, values: Values) -> Tensor:
+        """Return the flat bytes of a message. The result stays valid until the second call after this one."""
+        device = next(iter(values.values())).device
+        self._buffers.reverse()
+        buffer = self._buffers[0]
+        if buffer is None or buffer.numel() < message.bytes:
+            buffer = torch.empty(message.bytes, dtype=torch.uint8, device=device)
+            self._buffers[0] = buffer
+        data = buffer[: message.bytes]
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for part, target in slices_in(message, data, self.dtype_of):
+            targets.append(target)
+            sources.append(_value_of(part, values))
+        torch._foreach_copy_(targets, sources)
+        return data
+
+    def checksums(self) -> ShardChecksums:
+        """Return new checksums of what this rank sends."""
+        return ShardChecksums(self._tables, self._servers, self._own_places, self.dtype)
+
+    @cached_property
+    def _own_places(self) -> Places:
+        """The places of the blocks that this rank sends slices of, for each server layout."""
+        sent = {part.block for message in self.messages for part in message.slices}
+        places: Places = defaultdict(list)
+        for layout, table in self._tables.items():
+            for name in {block.hf_name for block in sent}:
+                for part in table.parts[name]:
+                    block = replace(part.block, local_start=0)
+                    if block in sent:
+                        places[layout, part.rank, block].append(part)
+        return places
+
+    def digests(self, partials: Sequence[Sequence[Any]]) -> Digests:
+        """Combine the partial checksums of all ranks into the checksum of every engine tensor, by layout and device.
+
+        Raises IncompleteWeightsError that names an engine tensor of which elements were not sent, or sent twice.
+        """
+        digests: dict[tuple[EngineLayout, str], Sequence[Mapping[str, str]]] = {}
+        for number, (layout, table) in enumerate(self._tables.items()):
+            states = [partial for rank_partials in partials for partial in rank_partials[number]]
+            digests[layout, self.device] = _digests(table, states, self.dtype)
+        return digests
+
+
+Places = dict[tuple[EngineLayout, int, Segment], list[EnginePart]]
+"""The places of a block in the tensors of an engine rank: (server layout, rank in the server, block) -> places."""
+
+
+def _value_of(part: Slice, values: Values) -> Tensor:
+    """Return the slice of a trainer rank's tensor, a view."""
+    piece = part.piece
+    return part.of_piece(piece.segment.of_local(values[piece.key].detach()))
+
+
+class ShardChecksums:
+    """Partial checksums of the engine tensors that one trainer rank sends slices of."""
+
+    def __init__(
+        self,
+        tables: Mapping[EngineLayout, EngineTensors],
+        servers: Sequence[tuple[EngineLayout, int]],
+        places: Places,
+        dtype: torch.dtype,
+    ) -> None:
+        self._tables = tables
+        self._servers = servers
+        self._places = places
+        self._dtype = dtype
+        self._hashes: dict[tuple[EngineLayout, int, str], TiledHash] = {}
+        self._elements: dict[tuple[EngineLayout, int, str], int] = defaultdict(int)
+        self._unfinished: list[Callable[[], None]] = []
+
+    def add(self, message: Message, data: Tensor, dtype_of: Callable[[str], torch.dtype]) -> None:
+        """Start to hash the slices of a message, as the engine ranks of its column hold them."""
+        # Servers of one layout hold the same bytes.
+        column = dict.fromkeys(self._servers[rank] for rank in message.column)
+        placed: list[tuple[TiledHash, Tensor, Place]] = []
+        for part, values in slices_in(message, data, dtype_of):
+            for layout, rank in column:
+                table = self._tables[layout]
+                for place in self._places[layout, rank, part.block]:
+                    key = (layout, rank, place.tensor)
+                    tensor_hash = self._hashes.get(key)
+                    if tensor_hash is None:
+                        tensor_hash = _new_hash(table, rank, place.tensor, self._dtype)
+                        self._hashes[key] = tensor_hash
+                    held = values.to(table.dtype_of(place.tensor, self._dtype))
+                    if place.adds_one:
+                        held = held + 1
+                    where = _in_bytes(part.of_block(_view_of(table, place)[0]), held.element_size())
+                    placed.append((tensor_hash, held, where))
+                    self._elements[key] += held.numel()
+        self._unfinished.append(add_placed(placed))
+
+    def partials(self) -> list[Any]:
+        """Return, for each server layout, a list of (rank, tensor, elements, sums), as JSON."""
+        for finish in self._unfinished:
+            finish()
+        self._unfinished.clear()
+        partials: dict[EngineLayout, list[Any]] = {layout: [] for layout in self._tables}
+        for key, tensor_hash in self._hashes.items():
+            layout, rank, name = key
+            partials[layout].append([rank, name, self._elements[key], tensor_hash.state()])
+        return list(partials.values())
+
+
+def _in_bytes(view: Tensor, item_bytes: int) -> Place:
+    """Return the first byte of a view of a vector if the view is one run of elements, else the view."""
+    if view.is_contiguous():
+        return int(view.storage_offset()) * item_bytes
+    return view
+
+
+def _new_hash(table: EngineTensors, rank: int, tensor: str, dtype: torch.dtype) -> TiledHash:
+    return TiledHash(table.sizes[rank][tensor] * table.dtype_of(tensor, dtype).itemsize)
+
+
+def _view_of(table: EngineTensors, place: EnginePart) -> tuple[Tensor, Tensor | None]:
+    """Return where a block, and its padding, lie in the vector of an engine tensor: views on the device "meta"."""
+    return place.views(
+        table.shapes[place.block.hf_name], _vector(table.sizes[place.rank][place.tensor])
+    )
+
+
+def _vector(size: int) -> Tensor:
+    return torch.empty(size, device="meta")
+
+
+def _digests(
+    table: EngineTensors, states: Iterable[tuple[int, str, int, Any]], dtype: torch.dtype
+) -> list[dict[str, str]]:
+    """Return the checksum of every tensor, for each rank of a server."""
+    hashes: list[dict[str, TiledHash]] = []
+    missing: list[dict[str, int]] = [dict(sizes) for sizes in table.sizes]
+    for rank, sizes in enumerate(table.sizes):
+        hashes.append({name: _new_hash(table, rank, name, dtype) for name in sizes})
+    for rank, name, elements, state in states:
+        hashes[rank][name].merge(state)
+        missing[rank][name] -= elements
+    filled = {(part.rank, part.tensor) for parts in table.parts.values() for part in parts}
+    for parts in table.parts.values():
+        for place in parts:
+            _, padding = _view_of(table, place)
+            if padding is not None:
+                _add_zeros(hashes[place.rank][place.tensor], padding, table, place.tensor, dtype)
+                missing[place.rank][place.tensor] -= padding.numel()
+    for rank, rank_hashes in enumerate(hashes):
+        for name, tensor_hash in rank_hashes.items():
+            if (rank, name) not in filled:
+                # The whole tensor is padding.
+                _add_zeros(tensor_hash, _vector(missing[rank][name]), table, name, dtype)
+            elif missing[rank][name]:
+                raise IncompleteWeightsError(
+                    f"weight update: {missing[rank][name]} elements of {name} on engine rank {rank} were never sent "
+                    "(below 0: were sent twice)"
+                )
+    return [{name: h.hexdigest() for name, h in by_name.items()} for by_name in hashes]
+
+
+def _add_zeros(
+    tensor_hash: TiledHash, view: Tensor, table: EngineTensors, name: str, dtype: torch.dtype
+) -> None:
+    zeros = torch.zeros(view.shape, dtype=table.dtype_of(name, dtype))
+    add_placed([(tensor_hash, zeros, _in_bytes(view, zeros.element_size()))])()
+
+
+class _MeetingPoint(NamedTuple):
+    """The rendezvous of the group, its name, and its backend of torch.distributed."""
+
+    address: str
+    port: int
+    name: str
+    backend: str
+
+
+class ShardStrategy(Strategy):
+    """Sends messages of a plan from one trainer rank, and as rank 0 controls the engines.
+
+    The group lives from one update to the next, and is opened again after an abort. The configured time limit bounds
+    the whole transfer of an update.
+
+    Args:
+        shards: what this rank sends.
+        servers: the servers.
+        engines: the connections of rank 0 to the servers; None on every other rank.
+        rank: this trainer rank.
+        timeout_s: the time limit.
+        sent_weights: the bytes that this rank sent last, if updates may send only changes.
+
+    Attributes:
+        forwarded: bytes of the present update that engine ranks sent on to each other.
+        between_nodes: bytes of the present update that travelled from one node to another.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        servers: ServerFacts,
+        engines: Engines | None,
+        rank: int,
+        timeout_s: float,
+        sent_weights: SentWeights | None = None,
+    ) -> None:
+        self.shards = shards
+        self._servers = servers
+        self._engines = engines
+        self._rank = rank
+        self._timeout = timeout_s
+        self._sent_weights = sent_weights
+        self._group: BroadcastGroup | None = None
+        self._link: Link | None = None
+        self._aborted_groups: list[str] = []
+        self._sending: Future[None] | None = None
+        self._requests: Future[None] | None = None
+        self.forwarded = 0
+        self.between_nodes = 0
+
+    @property
+    def _members(self) -> tuple[int, ...]:
+        return self.shards.plan.members
+
+    @cached_property
+    def _hosts(self) -> list[str | None]:
+        """The host of each engine rank; None for this rank's host."""
+        hosts: list[str | None] = []
+        for url, layout in zip(self._servers.urls, self._servers.layouts, strict=True):
+            host = None if on_this_host(url) else str(urlsplit(url).hostname)
+            hosts += [host] * layout.tensor
+        return hosts
+
+    @property
+    def foreign_hosts(self) -> list[str]:
+        """The hosts of engines that are not on this host, each once; none if this rank sends nothing."""
+        if not self.shards.messages:
+            return []
+        return list(dict.fromkeys(host for host in self._hosts if host is not None))
+
+    def fewest_bytes(self, whole_bytes: int) -> int:
+        return self.shards.plan.bound
+
+    def meeting_point(self) -> Any:
+        """Return, on rank 0, the _MeetingPoint of the group as a list."""
+        if self._engines is None:
+            return None
+        if self._group is None:
+            address = meeting_address(self._servers.urls)
+            self._group = self._new_group(address)
+        group = self._group
+        return [group.address, group.port, group.name, group.backend]
+
+    def _new_group(self, address: str, port: int = 0, name: str = "") -> BroadcastGroup:
+        return BroadcastGroup(
+            ranks=sum(layout.tensor for layout in self._servers.layouts),
+            address=address,
+            device=self._servers.device,
+            timeout_s=self._timeout,
+            members=len(self._members),
+            rank=self._members.index(self._rank),
+            port=port,
+            name=name,
+        )
+
+    def begin(self, meeting_points: Sequence[Any]) -> None:
+        """Join the group. Rank 0 also opens the update in the engines, and makes them receive all messages."""
+        self.forwarded = 0
+        self.between_nodes = 0
+        point = _MeetingPoint(*meeting_points[0])
+        if self._rank not in self._members:
+            return
+        if self._group is None or self._group.name != point.name:
+            self._group = self._new_group(point.address, point.port, point.name)
+            self._link = None
+        if self._engines is not None:
+            self._leave_aborted_groups()
+            if self._link is None:
+                self._open_group(self._engines, point)
+            self._engines.each(lambda e: e.begin())
+        if self._link is None:
+            self._group.wait(self._group.joined)
+            self._link = self._group.link(torch.device(self._servers.device))
+        if self._engines is not None:
+            self._requests = in_background(partial(self._receive, self._engines, point))
+
+    def _open_group(self, engines: Engines, point: _MeetingPoint) -> None:
+        """Have every engine join the group."""
+        size = len(self._members) + engines.ranks
+        # Engines count their first ranks from 1, for a group with one trainer rank.
+        ranks = engines.first_ranks()
+        shift = len(self._members) - 1
+        calls = engines.start(
+            lambda e: e.open_group(*point, first_rank=ranks[e.url] + shift, size=size)
+        )
+        self._all_arrive(engines, calls, f"opening the group {point.name}")
+
+    def _receive(self, engines: Engines, point: _MeetingPoint) -> None:
+        """Have every engine receive its messages."""
+        instruction = Instruction(
+            self.shards.facts,
+            self.shards.plan.fingerprint,
+            point.address,
+            point.port,
+            has_changes=self._sent_weights is not None,
+        )
+        text = INSTRUCTION.dump_json(instruction).decode()
+        header = WireHeader((SHARDS, text), ("uint8", "uint8"), ((0,), (0,)), 0)
+        calls = engines.start(lambda e: e.receive(header, point.name))
+        self._all_arrive(engines, calls, "the transfer of all shards")
+
+    def _all_arrive(self, engines: Engines, calls: dict[str, Future[None]], step: str) -> None:
+        engines.arrive(calls, self._timeout, step, self._call_off)
+
+    def _call_off(self) -> None:
+        """Make all ranks of the group stop waiting."""
+        if self._group is not None:
+            call_off(self._group.address, self._group.port)
+
+    def send_message(self, message: Message, data: Tensor) -> int:
+        """Wait until this rank's last message is sent, then start to send ``message``, packed as ``data``.
+
+        Returns the number of bytes sent.
+        """
+        assert self._link is not None
+        target = len(self._members) + message.column[0]
+        if self._sent_weights is not None:
+            changes = self._sent_weights.changes(data, message.item_bytes)
+            self._wait_for_message()
+            count = WHOLE if changes is None else changes.count
+            header = torch.tensor([count], device=data.device)
+            self._sending = self._link.start([(header, target)], [])
+            if changes is not None:
+                data = torch.cat(changes.pieces())
+        self._wait_for_message()
+        self._sending = self._link.start([(data, target)], [])
+        self.forwarded += data.numel() * (len(message.column) - 1)
+        host = None
+        for rank in message.column:
+            if self._hosts[rank] != host:
+                self.between_nodes += data.numel()
+            host = self._hosts[rank]
+        return data.numel()
+
+    def arrive(self) -> None:
+        self._wait_for_message()
+        if self._requests is not None:
+            self._requests.result()
+            self._requests = None
+
+    def end(self) -> None:
+        assert self._engines is not None
+        self._engines.each(lambda e: e.end())
+
+    def abort(self) -> None:
+        """Leave the group, and free the engines and the other trainer ranks that wait in it."""
+        requests = self._requests
+        self._sending = None
+        self._requests = None
+        self._link = None
+        if self._group is not None:
+            self._call_off()
+            if self._engines is not None:
+                self._aborted_groups.append(self._group.name)
+            self._group.abort()
+            self._group = None
+        if requests is not None:
+            # A request that is still on its way would load its messages into the session that a caller opens next.
+            wait([requests], GRACE_S)
+
+    def close(self) -> None:
+        """Have the engines leave the group. Never raises: an engine that has ended has also left."""
+        if self._engines is not None and self._group is not None:
+            self._aborted_groups.append(self._group.name)
+            self._leave_aborted_groups()
+        self.abort()
+
+    def _leave_aborted_groups(self) -> None:
+        assert self._engines is not None
+        for name in self._aborted_groups:
+            try:
+                self._engines.each(partial(EngineWeights.close_group, name=name))
+            except ENGINE_FAULTS as error:
+                log.info("an engine did not leave the weight group: %s", error)
+        self._aborted_groups = []
+
+    def _wait_for_message(self) -> None:
+        """Wait until this rank's last message is sent. A failure frees the ranks that wait for this rank."""
+        sending = self._sending
+        self._sending = None
+        if sending is None:
+            return
+        assert self._link is not None
+        try:
+            self._link.wait(sending)
+        except BaseException:
+            self._call_off()
+            if self._requests is not None:
+                # Rank 0 made the HTTP calls, so its exception names the failing engine.
+                self._requests.result()
+            raise

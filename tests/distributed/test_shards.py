@@ -1,0 +1,177 @@
+"""Trainer ranks send shards to engine ranks over gloo. The engine's tensors, and the checksums that the trainer expects
+of them, equal those of whole tensors, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.engine.broadcast_group import new_name
+from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
+from megatron_dppo.engine.direct_loading import TensorPlaces
+from megatron_dppo.engine.links import Link, connect_store
+from megatron_dppo.engine.shards import INSTRUCTION, IncomingShards, Instruction, PlanFacts
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import hf_tensors, local_parameters, own_dtypes
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.tensor_hash import tiled_hash
+from megatron_dppo.weight_sync.shards import Shards
+from tests.ranks import run_ranks
+from tests.unit.test_direct_loading import held
+
+pytestmark = pytest.mark.distributed
+
+LIMIT = timedelta(seconds=60)
+DTYPE = torch.bfloat16
+SHAPE = ModelShape(
+    family="qwen3_moe", num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2, head_dim=16,
+    ffn_hidden_size=64, vocab_size=515, tied_embeddings=False, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
+    max_position_embeddings=64, dtype="bfloat16", num_experts=4, experts_per_token=2, moe_ffn_hidden_size=48,
+)  # fmt: skip
+ONE = EngineLayout()
+TWO = EngineLayout(2)
+
+# Name -> the trainer's layout, and the servers' layouts.
+CASES = {
+    "one to one": (Layout(), [ONE]),
+    "TP2 to TP2": (Layout(tensor=2, expert_tensor=2), [TWO]),
+    "TP2 to TP1, columns of rows": (Layout(tensor=2, expert_tensor=2), [ONE]),
+    "EP2 to TP2": (Layout(data=2, expert=2), [TWO]),
+    "EP4 to two servers": (Layout(data=4, expert=4), [TWO, TWO]),
+    "TP2 PP2 EP2 to EP2": (Layout(tensor=2, pipeline=2, expert=2), [EngineLayout(2, 2)]),
+    "PP2 VPP2 to attention replicas": (
+        Layout(pipeline=2, virtual_pipeline=2),
+        [EngineLayout(4, 2, attention_replicas=2)],
+    ),
+    "TP4 ETP2 to TP4": (Layout(tensor=4, expert=2, expert_tensor=2), [EngineLayout(4)]),
+    "CP2 DP2 to servers of several layouts": (Layout(context=2, data=2), [ONE, TWO]),
+}
+TRAINERS, ENGINES = 4, 4
+
+
+def whole_tensors(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    own = own_dtypes(shape)
+    tensors = {}
+    for name, dims in hf_tensors(shape).items():
+        dtype = getattr(torch, own[name]) if name in own else DTYPE
+        tensors[name] = torch.randn(dims, generator=generator).to(dtype)
+    return tensors
+
+
+def trainer_values(
+    shape: ModelShape, layout: Layout, rank: int, whole: Mapping[str, Tensor]
+) -> dict[Any, Tensor]:
+    values = {}
+    for parameter in local_parameters(shape, layout, rank):
+        dtype = whole[parameter.segments[0].hf_name].dtype
+        local = torch.zeros(parameter.shape, dtype=dtype)
+        for segment in parameter.segments:
+            segment.of_local(local).copy_(segment.of_hf(whole[segment.hf_name]))
+        values[parameter.chunk, parameter.name] = local
+    return values
+
+
+def expected_of(table: EngineTensors, whole: Mapping[str, Tensor]) -> list[dict[str, str]]:
+    """Return the checksums of an engine's tensors, from whole tensors."""
+    expected = ExpectedChecksums(table, DTYPE)
+    expected.add(whole.items())
+    return expected.digests([expected.partial()])
+
+
+def transfer(
+    shape: ModelShape,
+    facts: PlanFacts,
+    whole: Mapping[str, Tensor],
+    device: str,
+    spoil: Callable[[int, Any, Tensor], None] | None = None,
+) -> dict[str, Any]:
+    """Send ``whole`` from the first ranks to the ranks from TRAINERS on. Collective over all ranks of the test.
+
+    Returns whether this rank's side has the checksums of whole tensors.
+    """
+    rank = dist.get_rank()
+    plan = facts.plan(shape)
+    engines = sum(layout.tensor for layout in facts.servers)
+    group_ranks = [*plan.members, *range(TRAINERS, TRAINERS + engines)]
+    group = dist.new_group(group_ranks, backend="gloo")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = connect_store(address, port)
+    if rank in plan.members:
+        shards = Shards(shape, facts, device, rank)
+        values = trainer_values(shape, facts.layout, rank, whole)
+        link = Link(group, store, LIMIT, torch.device("cpu"))
+        checksums = shards.checksums()
+        for message in shards.messages:
+            data = shards.pack(message, values)
+            checksums.add(message, data, shards.dtype_of)
+            if spoil is not None:
+                spoil(rank, message, data)
+            link.wait(link.start([(data, len(plan.members) + message.column[0])], []))
+        partials: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(partials, checksums.partials())
+        digests = shards.digests([p for p in partials if p is not None])
+        tables = {layout: EngineTensors(shape, layout, device) for layout in facts.servers}
+        is_right = all(
+            digests[layout, device] == expected_of(table, whole) for layout, table in tables.items()
+        )
+        return {"is_right": is_right}
+    if rank < TRAINERS or rank >= TRAINERS + engines:
+        dist.all_gather_object([None] * dist.get_world_size(), None)
+        return {"is_right": True}
+    own = [(layout, i) for layout in facts.servers for i in range(layout.tensor)]
+    layout, engine_rank = own[rank - TRAINERS]
+    table = EngineTensors(shape, layout, device)
+    tensors = held(table, engine_rank)
+    places = TensorPlaces(table, engine_rank, tensors)
+    places.fill_padding()
+    instruction = Instruction(facts, plan.fingerprint, address, port)
+    incoming = IncomingShards(INSTRUCTION.dump_json(instruction).decode(), group, new_name(LIMIT))
+    kept = incoming.receive(shape, places.blocks, lambda name: table.sent_dtype(name, DTYPE))
+    assert kept == []
+    dist.all_gather_object([None] * dist.get_world_size(), None)
+    expected = expected_of(table, whole)[engine_rank]
+    wrong = [name for name, tensor in tensors.items() if tiled_hash(tensor) != expected[name]]
+    return {"is_right": not wrong, "wrong": wrong}
+
+
+def transfers(cases: dict[str, Any], bucket_bytes: int, device: str) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    whole = whole_tensors(SHAPE)
+    reports = {}
+    for name, (layout, servers) in cases.items():
+        facts = PlanFacts(
+            Layout(**layout),
+            tuple(EngineLayout(**server) for server in servers),
+            bucket_bytes,
+            "bfloat16",
+            quantized=False,
+        )
+        reports[name] = transfer(SHAPE, facts, whole, device)
+    return reports
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "device"), [(30_000, "cpu"), (1_000_000, "cuda")], ids=str
+)
+def test_every_engine_rank_has_what_whole_tensors_give_it(bucket_bytes: int, device: str) -> None:
+    cases = {
+        name: (asdict(layout), [asdict(server) for server in servers])
+        for name, (layout, servers) in CASES.items()
+    }
+    worker = "tests.distributed.test_shards:transfers"
+    ranks = run_ranks(worker, TRAINERS + ENGINES, cases, bucket_bytes, device)
+    for name in CASES:
+        assert all(reports[name]["is_right"] for reports in ranks), (
+            name,
+            [reports[name] for reports in ranks],
+        )
