@@ -104,7 +104,7 @@ class Instruction:
 INSTRUCTION = TypeAdapter(Instruction)
 
 
-class Step(NamedTuple):
+class ShardStep(NamedTuple):
     """What an engine rank does in a step of the plan.
 
     Attributes:
@@ -118,7 +118,7 @@ class Step(NamedTuple):
     target: int | None
 
 
-def steps_of(plan: ShardPlan, rank: int) -> list[Step]:
+def steps_of(plan: ShardPlan, rank: int) -> list[ShardStep]:
     """Return the steps of an engine rank. In the group the plan's trainer ranks come before the engine ranks."""
     first_engine = len(plan.members)
     incoming: dict[int, tuple[Message, int]] = {}
@@ -133,15 +133,15 @@ def steps_of(plan: ShardPlan, rank: int) -> list[Step]:
         incoming[message.step + number] = (message, source)
         if number + 1 < len(message.column):
             targets[message.step + number + 1] = first_engine + message.column[number + 1]
-    steps: list[Step] = []
+    steps: list[ShardStep] = []
     for step in sorted({*incoming, *targets}):
         message_or_none, source = incoming.get(step, (None, 0))
-        steps.append(Step(message_or_none, source, targets.get(step)))
+        steps.append(ShardStep(message_or_none, source, targets.get(step)))
     return steps
 
 
 @lru_cache(maxsize=1)
-def _own_steps(shape: ModelShape, facts: PlanFacts, group_rank: int) -> tuple[str, list[Step]]:
+def _own_steps(shape: ModelShape, facts: PlanFacts, group_rank: int) -> tuple[str, list[ShardStep]]:
     """Return the fingerprint of the plan, and the steps of the engine rank with this rank in the group."""
     plan = facts.plan(shape)
     return plan.fingerprint, steps_of(plan, group_rank - len(plan.members))
@@ -244,7 +244,7 @@ class IncomingShards:
         return kept
 
     def _exchange_counts(
-        self, link: Link, step: Step, last: _Received | None, device: torch.device
+        self, link: Link, step: ShardStep, last: _Received | None, device: torch.device
     ) -> int | None:
         """Exchange the numbers of changes of a step's messages. Returns the number of the incoming message."""
         sends = []
@@ -285,7 +285,7 @@ class _Received(NamedTuple):
         return []
 
 
-def _receive_buffer(step: Step, count: int | None, buffers: list[Tensor]) -> _Received | None:
+def _receive_buffer(step: ShardStep, count: int | None, buffers: list[Tensor]) -> _Received | None:
     """Return the step's message with memory for its bytes, a part of ``buffers[0]``."""
     message = step.incoming
     if message is None:
@@ -300,11 +300,11 @@ def _receive_buffer(step: Step, count: int | None, buffers: list[Tensor]) -> _Re
     return _Received(message, buffers[0][:size], count)
 
 
-def _outgoing(step: Step, last: _Received | None) -> list[Operation]:
+def _outgoing(step: ShardStep, last: _Received | None) -> list[Operation]:
     if step.target is None or last is None:
         return []
     return [(last.data, step.target)]
 
 
-def _incoming(step: Step, received: _Received | None) -> list[Operation]:
+def _incoming(step: ShardStep, received: _Received | None) -> list[Operation]:
     return [] if received is None else [(received.data, step.source)]
