@@ -125,7 +125,9 @@ def test_what_each_column_is():
     assert names_where(lambda c: not c.complete) == loss | inputs | {"routing_version"}
     assert names_where(lambda c: not c.packed) == loss | versions | {"branch"}
     assert names_where(lambda c: c.usable is not None) == {"routed_experts"}
-    assert names_where(lambda c: c.trailing == ("topk",)) == topk | {"loss_topk_log_probs"}
+    own_topk = {name for name in topk if not name.startswith("teacher")} | {"loss_topk_log_probs"}
+    assert names_where(lambda c: c.trailing == ("topk",)) == own_topk
+    assert names_where(lambda c: c.trailing == ("teacher_topk",)) == topk - own_topk
     assert columns["routed_experts"].trailing == ("moe_layers", "experts_per_token")
     assert names_where(lambda c: c.trailing) == topk | {"loss_topk_log_probs", "routed_experts"}
 
