@@ -83,7 +83,9 @@ def _servers(config: TrainConfig, spec: RunSpec, logs: Path) -> Iterator[list[Me
     runtime = Runtime(local_launcher(config.engine), config.engine.python or sys.executable)
     processes = []
     try:
-        placement = local_placement(config, replace(spec.roles, ranks=0), this_machine())
+        placement = local_placement(
+            config, replace(spec.roles, ranks=0, teachers=()), this_machine()
+        )
         for device_place in placement.servers:
             process = EngineProcess(
                 config,

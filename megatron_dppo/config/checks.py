@@ -167,16 +167,22 @@ def without_os_errors(faults: layout.Faults) -> layout.Faults:
         yield f"{given(error.filename)}: {error.strerror}"
 
 
-def url_faults(given_urls: Sequence[str]) -> layout.Faults:
-    """Report ``engine.urls`` that are no base URL of a server, and servers that are listed twice."""
+def url_faults(
+    given_urls: Sequence[str], key: str = "engine.urls", others: Sequence[str] = ()
+) -> layout.Faults:
+    """Report URLs of ``key`` that are no base URL of a server, and servers that are listed twice: here, or in
+    ``others``, the URLs of other keys.
+    """
     urls = [url.rstrip("/") for url in given_urls]
     faults: list[str] = []
     for url in urls:
         if fault := url_fault(url):
-            faults.append(f"engine.urls: {fault}")
+            faults.append(f"{key}: {fault}")
     yield from faults
     if not faults and len(set(urls)) < len(urls):
-        yield f"engine.urls: got {urls}, expected each server once"
+        yield f"{key}: got {urls}, expected each server once"
+    for url in sorted(set(urls) & {other.rstrip("/") for other in others}):
+        yield f"{key}: got {url}, which another key has too, expected each server once"
 
 
 def engine_dtype_faults(dtype: str, model: ModelShape) -> layout.Faults:
@@ -375,6 +381,9 @@ def check_config(
 
     ``weights``: whether the model's weights must exist. Its config.json and tokenizer must exist in any case.
     """
+    # Import here: the checks of teachers use the checks of this module.
+    from megatron_dppo.config.distillation import distillation_faults, teacher_model_faults
+
     rollout = config.rollout
     algorithm = config.algorithm
     engine = config.engine
@@ -413,6 +422,7 @@ def check_config(
         ),
         _sandbox_paths(config.environment, config.run.directory),
         _passed_names(config),
+        distillation_faults(config),
     )
     faults: list[str] = []
     for check in checks:
@@ -437,6 +447,7 @@ def check_config(
             speculation.run_faults(config, model),
             _topk(algorithm, rollout.topk_log_probs, model.vocab_size),
             _stop_tokens(rollout.stop_token_ids, model.vocab_size),
+            teacher_model_faults(config, model, weights=weights),
         )
 
     model = _checked_model(config.model, model_checks, faults, source, weights=weights)

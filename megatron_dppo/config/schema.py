@@ -258,6 +258,10 @@ class TeacherConfig(Section):
     """Prompt that the teacher sees in place of the policy's: one user message, with ``{prompt}``, ``{answer}`` and the
     names of the problem's metadata in braces. Empty: the policy's prompt.
     """
+    max_prompt_tokens: int | None = Field(default=None, gt=0)
+    """Longest prompt of ``prompt_template`` in tokens; a run with a longer one is refused. Empty:
+    ``data.max_prompt_tokens``.
+    """
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Forwarded to SGLang's ServerArgs of this teacher's servers."""
 

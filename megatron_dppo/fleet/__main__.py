@@ -44,11 +44,14 @@ def _list(record: _Record, options: argparse.Namespace) -> int:
     status = record.status()
     states = status.get("servers", {})
     rows = [("NAME", "URL", "START", "STATE")]
-    for server in record.servers():
+    for server in [*record.servers(), *record.teachers()]:
         start = "attached"
         if server.replaceable:
             start = f"{server.incarnation}"
-        rows.append((server.name, server.url, start, states.get(server.name, "not yet seen")))
+        state = f"serves the teacher {server.teacher}"
+        if not server.teacher:
+            state = states.get(server.name, "not yet seen")
+        rows.append((server.name, server.url, start, state))
     if (router := record.router()) is not None:
         rows.append((router.name, router.url, f"{router.incarnation}", ""))
     print("\n".join(aligned(rows)))

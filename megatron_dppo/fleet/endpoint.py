@@ -171,6 +171,10 @@ class RecordClient:
         """Call ``FleetRecord.servers``. Raises RecordLostError."""
         return [Server(**server) for server in self._ask("servers")]
 
+    def teachers(self) -> list[Server]:
+        """Call ``FleetRecord.teachers``. Raises RecordLostError."""
+        return [Server(**server) for server in self._ask("teachers")]
+
     def router(self) -> Server | None:
         """Call ``FleetRecord.router``. Return None if there is no router, or if the registry does not answer."""
         # Callers ask again in a second, so one attempt is enough.

@@ -57,7 +57,7 @@ class Server:
     """The address of a server and its origin: this run's supervisor, ``engine.urls``, or a command.
 
     ``incarnation`` grows by one with each restart by the supervisor. Each attachment by command has a new incarnation,
-    and its ``seal``.
+    and its ``seal``. ``teacher`` is the name of the teacher that the server serves; empty: it serves the policy.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Server:
     pid: int | None = None
     origin: Origin = "started"
     seal: str = ""
+    teacher: str = ""
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
@@ -144,7 +145,14 @@ class FleetRecord:
         """The number of the ranks' newest start; None if no supervisor starts them."""
 
     def servers(self) -> list[Server]:
-        """Return every published server except the router, sorted by name: engine2 before engine10."""
+        """Return every published server of the policy, sorted by name: engine2 before engine10."""
+        return [server for server in self._sorted_servers() if not server.teacher]
+
+    def teachers(self) -> list[Server]:
+        """Return every published server of a teacher, sorted by name."""
+        return [server for server in self._sorted_servers() if server.teacher]
+
+    def _sorted_servers(self) -> list[Server]:
         with self._lock:
             servers = [s for name, s in self._servers.items() if name != ROUTER]
         return sorted(servers, key=_natural_order)

@@ -91,6 +91,7 @@ async def _arguments_of(request: web.Request) -> Json:
 
 _METHODS: tuple[Callable[..., Any], ...] = (
     FleetRecord.servers,
+    FleetRecord.teachers,
     FleetRecord.router,
     FleetRecord.status,
     FleetRecord.publish_status,
@@ -103,5 +104,5 @@ _METHODS: tuple[Callable[..., Any], ...] = (
 )
 _QUESTIONS = {method.__name__: validate_call(method) for method in _METHODS}
 """Questions that the admin key opens: methods of the registry, whose arguments are checked against their types."""
-_COMMAND_QUESTIONS = {"servers", "router", "status", "attach", "detach"}
+_COMMAND_QUESTIONS = {"servers", "teachers", "router", "status", "attach", "detach"}
 """Questions that the key of commands opens."""

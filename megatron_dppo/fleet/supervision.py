@@ -143,6 +143,7 @@ class SupervisedServer:
     Args:
         name: name under which the server is published in ``record``.
         title: name in messages.
+        teacher: name of the teacher that the server serves; empty: it serves the policy, or is the router.
         make_process: makes the process of an incarnation, without starting it.
         budget: limits number and pace of restarts. If a start fails because another process has the server's port, the
             server waits for the port, and no restart is used up.
@@ -155,6 +156,7 @@ class SupervisedServer:
     _: KW_ONLY
     budget: RestartBudget
     title: str = "the engine"
+    teacher: str = ""
     may_start: Callable[[str], bool] = _always
     incarnation: int = field(default=0, init=False)
     _process: ChildServer | None = field(default=None, init=False)
@@ -247,7 +249,9 @@ class SupervisedServer:
         process = self._process
         error = start_seconds.exception()
         if error is None:
-            server = Server(self.name, process.url, self.incarnation, process.pid)
+            server = Server(
+                self.name, process.url, self.incarnation, process.pid, teacher=self.teacher
+            )
             self._port_wait = None
             self.record.publish(server)
             self._state = _Published(server)
@@ -335,8 +339,64 @@ class _Progress:
             log.info("%s is starting, %.0f s: %s", self._title, seconds, stage)
 
 
+class ServerGroup:
+    """Servers with one configuration: those of the policy, or those of a teacher.
+
+    If a server's first start failed, it is restarted once another server of the group has started. If the first start
+    of every server fails, the configuration is at fault, and all servers are given up. ``count_others``: returns how
+    many servers serve the same model that the run has not started.
+    """
+
+    def __init__(
+        self, servers: Sequence[SupervisedServer], count_others: Callable[[], int]
+    ) -> None:
+        self.servers = list(servers)
+        self._count_others = count_others
+        self._has_published_one = False
+
+    def check(self) -> None:
+        """Publish servers that became healthy, and restart servers that died.
+
+        Raises EngineGivenUpError when the last server is given up and there are no others.
+        """
+        # Copy the list: a server that is given up is removed from it.
+        for server in list(self.servers):
+            self._take_step(server, server.check)
+        self._decide_first_failures()
+
+    def _take_step(self, server: SupervisedServer, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except EngineGivenUpError as error:
+            self._give_up(server, error)
+        if server.is_published:
+            self._has_published_one = True
+
+    def _decide_first_failures(self) -> None:
+        """If any server was published, restart the servers whose first start failed. If all failed, give all up."""
+        failures: list[tuple[SupervisedServer, FirstStartError]] = []
+        for server in self.servers:
+            if server.first_failure is not None:
+                failures.append((server, server.first_failure))
+        if not self._has_published_one and len(failures) < len(self.servers):
+            # Other servers are still starting.
+            return
+        for server, error in failures:
+            if self._has_published_one:
+                self._take_step(server, server.retry)
+            else:
+                self._give_up(server, error)
+
+    def _give_up(self, server: SupervisedServer, error: EngineGivenUpError) -> None:
+        self.servers.remove(server)
+        remaining_count = len(self.servers) + self._count_others()
+        if not remaining_count:
+            raise error
+        log.error("%s\ngoing on with the other servers, %d", error, remaining_count)
+
+
 class SupervisedFleet:
-    """The servers of a run and its HTTP router, supervised together.
+    """The servers of a run, those of its teachers and its HTTP router, supervised together.
 
     All methods are called from the main thread.
 
@@ -346,6 +406,7 @@ class SupervisedFleet:
         record: registry that the processes are published in.
         keys: keys that clients of these processes must send; no file has them. The admin key also opens the endpoint.
         host: address of the endpoint that offers the registry to ranks and commands.
+        teachers: the servers of each teacher.
     """
 
     def __init__(
@@ -355,17 +416,20 @@ class SupervisedFleet:
         record: FleetRecord,
         keys: Keys,
         host: str,
+        teachers: Sequence[ServerGroup] = (),
     ) -> None:
         assert keys.admin is not None
         self.record = record
         self.keys = keys
-        self._servers = list(servers)
+        self._policy = ServerGroup(servers, self._count_attached)
+        self._groups = [self._policy, *teachers]
         self._router = router
-        self._processes = list(servers)
+        self._processes: list[SupervisedServer] = []
+        for group in self._groups:
+            self._processes += group.servers
         if router is not None:
             self._processes.append(router)
         self._endpoint = FleetEndpoint(record, keys.admin, host)
-        self._has_published_one = False
 
     @property
     def rank_variables(self) -> dict[str, str]:
@@ -379,16 +443,11 @@ class SupervisedFleet:
     def check(self) -> None:
         """Publish servers that became healthy, and restart servers that died.
 
-        All servers have the same configuration. So if a server's first start failed, it is restarted once another
-        server has started. If the first start of every server fails, the configuration is at fault, and all servers are
-        given up.
-
-        Raises EngineGivenUpError when the last server is given up and no server is attached.
+        Raises EngineGivenUpError when the last server of the policy or of a teacher is given up and no server is
+        attached for it.
         """
-        # Copy the list: a server that is given up is removed from it.
-        for server in list(self._servers):
-            self._take_step(server, server.check)
-        self._decide_first_failures()
+        for group in self._groups:
+            group.check()
         if self._router is not None:
             try:
                 self._router.check()
@@ -400,7 +459,7 @@ class SupervisedFleet:
 
     def free_devices(self) -> None:
         """End servers that start or are lost: the run is stopping, and the trainer may need their devices."""
-        for server in self._servers:
+        for server in self._policy.servers:
             server.free_devices()
 
     def stop(self, *, at_once: bool) -> None:
@@ -411,33 +470,5 @@ class SupervisedFleet:
                 stop.result()
         self._endpoint.stop()
 
-    def _take_step(self, server: SupervisedServer, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except EngineGivenUpError as error:
-            self._give_up(server, error)
-        if server.is_published:
-            self._has_published_one = True
-
-    def _decide_first_failures(self) -> None:
-        """If any server was published, restart the servers whose first start failed. If all failed, give all up."""
-        failures: list[tuple[SupervisedServer, FirstStartError]] = []
-        for server in self._servers:
-            if server.first_failure is not None:
-                failures.append((server, server.first_failure))
-        if not self._has_published_one and len(failures) < len(self._servers):
-            # Other servers are still starting.
-            return
-        for server, error in failures:
-            if self._has_published_one:
-                self._take_step(server, server.retry)
-            else:
-                self._give_up(server, error)
-
-    def _give_up(self, server: SupervisedServer, error: EngineGivenUpError) -> None:
-        self._servers.remove(server)
-        attached_servers = [s for s in self.record.servers() if not s.replaceable]
-        if not self._servers and not attached_servers:
-            raise error
-        remaining_count = len(self._servers) + len(attached_servers)
-        log.error("%s\ngoing on with the other servers, %d", error, remaining_count)
+    def _count_attached(self) -> int:
+        return sum(not server.replaceable for server in self.record.servers())

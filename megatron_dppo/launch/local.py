@@ -69,7 +69,7 @@ def run_local(config: PolicyConfig, spec: RunSpec | None, module: str, machine: 
         configure_logging(directory.path, None)
         log.info(
             "starting %s; their logs are in %s",
-            describe_processes(roles.servers, ranks),
+            describe_processes(roles.servers + roles.teacher_servers, ranks),
             directory.path / "logs",
         )
         host = _master_host(config.parallel.interface)
@@ -134,7 +134,7 @@ def supervisor_of(
     if starts is not None:
         assert isinstance(config, TrainConfig)
         assert spec is not None
-        fleet = supervised_fleet(config, spec.servers, directory, placement, starts)
+        fleet = supervised_fleet(config, spec, directory, placement, starts)
         variables |= fleet.rank_variables
     directory.write_config(config)
     if spec is not None:

@@ -3,8 +3,9 @@
 The module reads no file and opens no socket. The same function places a run on one machine and a run on a cluster. A
 *device* is a GPU or, on a host without GPUs, room for one process.
 
-Ranks come first, host by host. The servers take the devices after the ranks. One server has adjacent devices of one
-host, or all devices of several hosts. The router runs on the first rank's host.
+Ranks come first, host by host. The servers take the devices after the ranks, and the teachers' servers the devices
+after both. One server has adjacent devices of one host, or all devices of several hosts. The router runs on the first
+rank's host.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from math import ceil
 
 from megatron_dppo.logging import aligned
 from megatron_dppo.spec import Roles
+from megatron_dppo.spec.placement import TeacherRole
 from megatron_dppo.system.errors import RunError
 
 
@@ -72,7 +74,7 @@ class ServerPlace:
 
     The server's ranks fill ``hosts`` in order. The first host answers the server's clients. ``port`` is the port
     of the first start; None: a free port. Each further start adds ``port_step``, so that it need not wait for the port
-    of the previous start.
+    of the previous start. ``teacher``: name of the teacher that the server serves; empty: it serves the policy.
     """
 
     index: int
@@ -81,6 +83,7 @@ class ServerPlace:
     devices: int
     port: int | None
     port_step: int = 0
+    teacher: str = ""
 
     @property
     def host(self) -> Host:
@@ -98,6 +101,8 @@ class ServerPlace:
 
     @property
     def name(self) -> str:
+        if self.teacher:
+            return f"teacher-{self.teacher}-{self.index}"
         return f"engine{self.index}"
 
 
@@ -115,8 +120,9 @@ class RouterPlace:
 class Placement:
     """Every process of a run with its host.
 
-    ``unused`` are hosts without a process. ``master_port`` is the port for the ranks' rendezvous at their first start,
-    on the first rank's host; None: a free port. Each further start adds ``master_port_step``.
+    ``teachers`` are the teachers' servers. ``unused`` are hosts without a process. ``master_port`` is the port for the
+    ranks' rendezvous at their first start, on the first rank's host; None: a free port. Each further start adds
+    ``master_port_step``.
     """
 
     ranks: tuple[RankPlace, ...]
@@ -125,6 +131,7 @@ class Placement:
     master_port: int | None
     unused: tuple[Host, ...]
     master_port_step: int = 0
+    teachers: tuple[ServerPlace, ...] = ()
 
     def master_port_of(self, start: int) -> int | None:
         """Return the port for the ranks' rendezvous at ``start``. Starts are counted from 1."""
@@ -143,7 +150,7 @@ class Placement:
     @property
     def server_hosts(self) -> tuple[Host, ...]:
         hosts: dict[Host, None] = {}
-        for server in self.servers:
+        for server in (*self.servers, *self.teachers):
             hosts |= dict.fromkeys(server.hosts)
         return tuple(hosts)
 
@@ -157,7 +164,7 @@ class Placement:
         if self.router is not None:
             router_address = _address(self.router.host, self.router.port)
             rows.append((self.router.host.name, "router", "-", router_address))
-        for server in self.servers:
+        for server in (*self.servers, *self.teachers):
             devices = _span(server.first_device, server.devices)
             for host in server.hosts:
                 # The first host of a server answers its clients.
@@ -203,22 +210,51 @@ def hosts_needed(roles: Roles, devices: int) -> int:
     Raises PlacementError if the roles can't be divided among hosts of this size.
     """
     _require_fit(roles, devices)
-    hosts_of_ranks = ceil(roles.ranks / devices)
-    # Count the hosts with devices before the servers' first device. The last of these hosts may have free devices.
-    earlier_hosts = ceil(roles.first_server_device / devices)
-    if roles.server_devices > devices:
-        server_hosts = roles.servers * (roles.server_devices // devices)
-    else:
-        free_devices = earlier_hosts * devices - roles.first_server_device
-        servers_on_earlier_hosts = free_devices // roles.server_devices
-        remaining_servers = max(0, roles.servers - servers_on_earlier_hosts)
-        server_hosts = ceil(remaining_servers / (devices // roles.server_devices))
-    return max(hosts_of_ranks, earlier_hosts + server_hosts)
+    end_hosts = [span.end_host for span in _spans(roles, devices)]
+    return max([ceil(roles.ranks / devices), *end_hosts])
 
 
-def _ports_of_server(roles: Roles, devices: int) -> int:
-    """Return the number of ports of one server on hosts with ``devices`` devices."""
-    return _SPANNING_PORTS if roles.server_devices > devices else 1
+@dataclass(frozen=True)
+class _ServerSpan:
+    """The devices of one server, counted over all hosts of ``host_devices`` devices: ``devices`` from ``first`` on."""
+
+    teacher: str
+    index: int
+    first: int
+    devices: int
+    host_devices: int
+
+    @property
+    def first_host(self) -> int:
+        return self.first // self.host_devices
+
+    @property
+    def end_host(self) -> int:
+        """Number of the host after the server's last host."""
+        return ceil((self.first + self.devices) / self.host_devices)
+
+    @property
+    def ports(self) -> int:
+        """Number of the server's ports."""
+        return _SPANNING_PORTS if self.devices > self.host_devices else 1
+
+
+def _spans(roles: Roles, devices: int) -> list[_ServerSpan]:
+    """Return the devices of each server: the run's own servers, then the servers of each teacher."""
+    groups = [TeacherRole("", roles.servers, roles.server_devices), *roles.teachers]
+    spans: list[_ServerSpan] = []
+    first = roles.first_server_device
+    for group in groups:
+        if group.name:
+            # Servers that share the ranks' devices may end before the last rank.
+            first = max(first, roles.ranks)
+        for index in range(group.servers):
+            if first % devices + min(group.server_devices, devices) > devices:
+                # The rest of this host is too small for the server: go on with the next host.
+                first += devices - first % devices
+            spans.append(_ServerSpan(group.name, index, first, group.server_devices, devices))
+            first += group.server_devices
+    return spans
 
 
 def place(roles: Roles, allocation: Allocation) -> Placement:
@@ -251,7 +287,10 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
     for server in servers:
         used |= set(server.hosts)
     unused = tuple(host for host in hosts if host not in used)
-    return Placement(ranks, servers, router, master_port, unused, port_step)
+    own_servers = tuple(server for server in servers if not server.teacher)
+    return Placement(
+        ranks, own_servers, router, master_port, unused, port_step, servers[len(own_servers) :]
+    )
 
 
 def _with_servers_on_second_group(roles: Roles, allocation: Allocation, devices: int) -> Roles:
@@ -277,41 +316,42 @@ def _with_servers_on_second_group(roles: Roles, allocation: Allocation, devices:
 def _servers(
     roles: Roles, hosts: tuple[Host, ...], devices: int, master_port: int | None
 ) -> tuple[ServerPlace, ...]:
-    devices_per_host = min(roles.server_devices, devices)
-    hosts_per_server = roles.server_devices // devices_per_host
-    first_port = roles.port
-    # 0: a port of the configuration is the same at every start.
-    port_step = 0
-    if first_port is None and master_port is not None:
-        first_port = master_port + _FIXED_PORTS
-        port_step = _ports_of_run(roles, devices)
-    # The devices are counted over all hosts.
-    device = roles.first_server_device
-    servers = []
-    for index in range(roles.servers):
-        if device % devices + devices_per_host > devices:
-            # The rest of this host is too small for the server: go on with the next host.
-            device += devices - device % devices
-        port = None
-        if first_port is not None:
-            port = first_port + index * _ports_of_server(roles, devices)
-        first_host = device // devices
-        server_hosts = hosts[first_host : first_host + hosts_per_server]
+    run_port = None
+    if master_port is not None:
+        run_port = master_port + _FIXED_PORTS
+    servers: list[ServerPlace] = []
+    for span in _spans(roles, devices):
+        port = run_port
+        port_step = 0 if run_port is None else _ports_of_run(roles, devices)
+        if roles.port is not None and not span.teacher:
+            # A port of the configuration is the same at every start.
+            port = roles.port + span.index * span.ports
+            port_step = 0
+        if run_port is not None:
+            run_port += span.ports
         servers.append(
-            ServerPlace(index, server_hosts, device % devices, devices_per_host, port, port_step)
+            ServerPlace(
+                span.index,
+                hosts[span.first_host : span.end_host],
+                span.first % devices,
+                min(span.devices, devices),
+                port,
+                port_step,
+                span.teacher,
+            )
         )
-        device += roles.server_devices
     return tuple(servers)
 
 
 def _ports_of_run(roles: Roles, devices: int) -> int:
     """Return the number of ports of a run; a restarted process has its first port plus a multiple of this number."""
-    return _FIXED_PORTS + roles.servers * _ports_of_server(roles, devices)
+    return _FIXED_PORTS + sum(span.ports for span in _spans(roles, devices))
 
 
 def _devices_for_all(roles: Roles) -> int:
     """Return the number of devices that a single host needs if it runs every process."""
-    return max(roles.ranks, roles.first_server_device + roles.servers * roles.server_devices)
+    end = max(roles.ranks, roles.first_server_device + roles.servers * roles.server_devices)
+    return end + sum(teacher.servers * teacher.server_devices for teacher in roles.teachers)
 
 
 def _require_fit(roles: Roles, devices: int) -> None:
@@ -321,13 +361,18 @@ def _require_fit(roles: Roles, devices: int) -> None:
             f"parallel.world_size: got {roles.ranks} ranks on hosts of {devices} devices, expected "
             f"at most {devices} or a multiple of it, such as {fits} or {fits + devices}"
         )
-    size = roles.server_devices
-    if roles.servers and size > devices and size % devices:
-        fits = size - size % devices
-        raise PlacementError(
-            f"sglang.tp_size: got {size} devices for a server on hosts of {devices}, expected at most "
-            f"{devices} or a multiple of it, such as {fits} or {fits + devices}"
-        )
+    sizes: dict[str, int] = {}
+    if roles.servers:
+        sizes["sglang.tp_size"] = roles.server_devices
+    for teacher in roles.teachers:
+        sizes[f"distillation.teachers.{teacher.name}.sglang.tp_size"] = teacher.server_devices
+    for key, size in sizes.items():
+        if size > devices and size % devices:
+            fits = size - size % devices
+            raise PlacementError(
+                f"{key}: got {size} devices for a server on hosts of {devices}, expected at most "
+                f"{devices} or a multiple of it, such as {fits} or {fits + devices}"
+            )
 
 
 def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed_hosts: int) -> str:
@@ -339,6 +384,10 @@ def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed_hosts: 
     servers = ""
     if roles.servers:
         servers = f" and {roles.servers} servers{size}"
+    for teacher in roles.teachers:
+        servers += (
+            f" and {teacher.servers} of {teacher.server_devices} for the teacher {teacher.name}"
+        )
     present_hosts = f"{len(hosts)} hosts" if len(hosts) > 1 else "one host"
     ways = [f"{needed_hosts} hosts of {devices}"]
     for count in range(roles.servers - 1, 0, -1):

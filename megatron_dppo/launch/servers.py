@@ -1,24 +1,30 @@
-"""The servers of a run and their HTTP router, each at its place, under supervision."""
+"""The servers of a run, those of its teachers and the HTTP router, each at its place, under supervision."""
 
 from __future__ import annotations
 
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from megatron_dppo.config.distillation import serving_config
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import ServerHosts, free_server_port
 from megatron_dppo.engine.process import ChildServer, EngineProcess, Runtime
 from megatron_dppo.fleet.endpoint import admin_key, control_host
 from megatron_dppo.fleet.http_router import OPEN_PATHS, HttpRouterProcess
 from megatron_dppo.fleet.record import API_KEY_VARIABLE, ROUTER, Keys
-from megatron_dppo.fleet.supervision import RestartBudget, SupervisedFleet, SupervisedServer
+from megatron_dppo.fleet.supervision import (
+    RestartBudget,
+    ServerGroup,
+    SupervisedFleet,
+    SupervisedServer,
+)
 from megatron_dppo.launch.placement import Host, LaunchError, Placement, RouterPlace, ServerPlace
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.logging import say
-from megatron_dppo.spec import ServersSpec
+from megatron_dppo.spec import RunSpec, ServersSpec
 from megatron_dppo.system.interfaces import InterfaceError
 from megatron_dppo.system.network import is_loopback
 
@@ -107,12 +113,12 @@ class _ServerMaker:
 
 def supervised_fleet(
     config: TrainConfig,
-    spec: ServersSpec,
+    spec: RunSpec,
     directory: RunDirectory,
     placement: Placement,
     starts: ServerStarts,
 ) -> SupervisedFleet:
-    """Return the run's servers and HTTP router, not started.
+    """Return the run's servers, those of its teachers and the HTTP router, not started.
 
     The function makes the keys that the environment does not have. This process offers the server registry to the
     ranks, on ``parallel.interface``.
@@ -123,14 +129,14 @@ def supervised_fleet(
     keys = Keys(api_key, admin_key())
     # A resumed run, or a restarted server, must not sample with the same seeds again.
     seed = config.run.seed + _SEEDS_PER_START * directory.count_start()
-    maker = _ServerMaker(config, spec, directory, keys, seed, starts)
+    maker = _ServerMaker(config, spec.servers, directory, keys, seed, starts)
 
     # A colocated trainer allows servers to start once it has left the devices.
     directory.fleet.allow_starts(engine.placement == "separate")
     new_budget = partial(RestartBudget, engine.max_restarts, engine.restart_window_s)
     servers: list[SupervisedServer] = []
     for server in placement.servers:
-        title = "the engine" if spec.started == 1 else server.name
+        title = "the engine" if spec.servers.started == 1 else server.name
         servers.append(
             SupervisedServer(
                 server.name,
@@ -141,6 +147,23 @@ def supervised_fleet(
                 may_start=directory.fleet.begin_start,
             )
         )
+    teachers: list[ServerGroup] = []
+    for teacher in spec.teachers:
+        serving = serving_config(config, teacher.name, teacher.model.shape)
+        teacher_maker = replace(maker, config=serving, servers=teacher.servers)
+        group = [
+            SupervisedServer(
+                server.name,
+                partial(teacher_maker.server, server),
+                directory.fleet,
+                budget=new_budget(),
+                title=server.name,
+                teacher=teacher.name,
+            )
+            for server in placement.teachers
+            if server.teacher == teacher.name
+        ]
+        teachers.append(ServerGroup(group, partial(len, teacher.servers.urls)))
     router = None
     if placement.router is not None:
         router = SupervisedServer(
@@ -152,6 +175,6 @@ def supervised_fleet(
         )
     try:
         host = control_host(config.parallel.interface, starts.address)
-        return SupervisedFleet(servers, router, directory.fleet, keys, host)
+        return SupervisedFleet(servers, router, directory.fleet, keys, host, teachers)
     except (InterfaceError, OSError) as error:
         raise LaunchError(f"parallel.interface: the supervisor can't listen: {error}") from error

@@ -120,6 +120,8 @@ def _servers(directory: Path, *, is_running: bool) -> Iterator[str]:
         if server.incarnation > 1:
             start = f", start {server.incarnation}"
         yield f"{server.name}: {server.url}, {states.get(server.name, 'not yet seen')}{start}"
+    for server in record.teachers():
+        yield f"{server.name}: {server.url}, serves the teacher {server.teacher}"
     router = record.router()
     if router is not None:
         yield f"router: {router.url}"

@@ -9,6 +9,15 @@ from megatron_dppo.spec.placement import Roles
 from megatron_dppo.spec.rollout import RolloutSpec
 from megatron_dppo.spec.run import RunSpec
 from megatron_dppo.spec.servers import ServersSpec
+from megatron_dppo.spec.teachers import TeacherSpec
 from megatron_dppo.spec.trainer import TrainerSpec
 
-__all__ = ["ModelSpec", "Roles", "RolloutSpec", "RunSpec", "ServersSpec", "TrainerSpec"]
+__all__ = [
+    "ModelSpec",
+    "Roles",
+    "RolloutSpec",
+    "RunSpec",
+    "ServersSpec",
+    "TeacherSpec",
+    "TrainerSpec",
+]

@@ -9,6 +9,15 @@ from megatron_dppo.model.engine_layout import server_ranks
 
 
 @dataclass(frozen=True)
+class TeacherRole:
+    """The servers of a teacher that the run starts: their number, and the devices of each."""
+
+    name: str
+    servers: int
+    server_devices: int = 1
+
+
+@dataclass(frozen=True)
 class Roles:
     """The processes of a run: ranks, one device each, and SGLang servers to start.
 
@@ -20,6 +29,7 @@ class Roles:
         router: whether the run has an HTTP router.
         colocated: whether ranks and servers take turns on the same devices.
         generating: number of servers that generate while the ranks train.
+        teachers: the teachers with servers to start. Their devices follow those of ranks and servers.
     """
 
     ranks: int
@@ -30,6 +40,7 @@ class Roles:
     router: bool = False
     colocated: bool = False
     generating: int = 0
+    teachers: tuple[TeacherRole, ...] = ()
 
     @classmethod
     def of(cls, config: PolicyConfig) -> Roles:
@@ -42,6 +53,11 @@ class Roles:
         colocated = engine.placement == "colocated"
         # Without staleness, servers generate only between training steps.
         overlaps = config.rollout.max_staleness > 0 and not colocated
+        teachers = [
+            TeacherRole(name, teacher.servers_to_start, server_ranks(teacher.sglang))
+            for name, teacher in config.distillation.teachers.items()
+            if teacher.servers_to_start
+        ]
         return cls(
             ranks,
             servers,
@@ -51,6 +67,7 @@ class Roles:
             router=engine.uses_router,
             colocated=colocated,
             generating=servers if overlaps else 0,
+            teachers=tuple(teachers),
         )
 
     @property
@@ -59,3 +76,8 @@ class Roles:
         if self.first_device is None:
             return self.ranks
         return self.first_device
+
+    @property
+    def teacher_servers(self) -> int:
+        """Number of all teachers' servers."""
+        return sum(teacher.servers for teacher in self.teachers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from megatron_dppo.algorithms.table import AlgorithmFacts
 from megatron_dppo.config import ConfigError, check_config
@@ -13,6 +13,7 @@ from megatron_dppo.spec.model import ModelSpec
 from megatron_dppo.spec.placement import Roles
 from megatron_dppo.spec.rollout import RolloutSpec
 from megatron_dppo.spec.servers import Device, ServersSpec
+from megatron_dppo.spec.teachers import TeacherSpec
 from megatron_dppo.spec.trainer import TrainerSpec
 
 
@@ -27,6 +28,7 @@ class RunSpec:
         rollout: size and columns of a rollout batch.
         algorithm: the preset with its numbers.
         roles: the processes that the run places on hosts.
+        teachers: the teachers; empty without distillation.
     """
 
     model: ModelSpec
@@ -35,6 +37,7 @@ class RunSpec:
     rollout: RolloutSpec
     algorithm: AlgorithmFacts
     roles: Roles
+    teachers: tuple[TeacherSpec, ...] = ()
 
     @classmethod
     def of(
@@ -47,13 +50,15 @@ class RunSpec:
     @classmethod
     def of_checked(cls, config: TrainConfig) -> RunSpec:
         """Return the facts of a configuration that has passed its checks. Raises the errors of ``load_model_shape``."""
-        return cls.of_model(config, ModelSpec.read(config))
+        spec = cls.of_model(config, ModelSpec.read(config))
+        teachers = [TeacherSpec.of(config, n, spec.rollout) for n in config.distillation.teachers]
+        return replace(spec, teachers=tuple(teachers))
 
     @classmethod
     def of_model(
         cls, config: TrainConfig, model: ModelSpec, device: Device | None = None
     ) -> RunSpec:
-        """Return the facts of a configuration for ``model``. The function reads no file.
+        """Return the facts of a configuration for ``model``, without teachers. The function reads no file.
 
         ``device``: device of the servers; None: ``engine.device``, or this machine's. Raises ConfigError for an unknown
         algorithm, and LayoutError for sizes that do not fit each other.

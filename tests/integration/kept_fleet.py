@@ -64,7 +64,7 @@ class KeptFleet:
             placement = local_placement(self._config, spec.roles, this_machine())
             runtime = Runtime(local_launcher(self._config.engine))
             starts = ServerStarts(lambda hosts: runtime, placement.master_address)
-            fleet = supervised_fleet(self._config, spec.servers, directory, placement, starts)
+            fleet = supervised_fleet(self._config, spec, directory, placement, starts)
             self._record = RecordClient(fleet.rank_variables[ENDPOINT_VARIABLE], fleet.keys)
             self.rank_variables = fleet.rank_variables
             os.environ.update(fleet.rank_variables)

@@ -12,6 +12,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.local import RankGroup, local_placement
 from megatron_dppo.launch.placement import Allocation, Host, PlacementError, hosts_needed, place
 from megatron_dppo.spec import Roles
+from megatron_dppo.spec.placement import TeacherRole
 from tests.unit.config_files import minimal
 
 
@@ -52,6 +53,36 @@ def test_one_node_is_shared_and_a_whole_one_is_spare():
     assert servers_of(placement) == [("n1", 4, 2), ("n1", 6, 2)]
     assert [host.name for host in placement.unused] == ["n2"]
     assert placement.router is None
+
+
+def test_teachers_follow_ranks_and_servers_and_end_no_host_in_two():
+    teachers = (TeacherRole("big", 1, 8), TeacherRole("small", 2, 2))
+    roles = Roles(4, 1, 2, router=True, teachers=teachers)
+    placement = place(roles, hosts(3))
+    assert servers_of(placement) == [("n1", 4, 2)]
+    assert [(t.name, t.host.name, t.first_device, t.devices) for t in placement.teachers] == [
+        ("teacher-big-0", "n2", 0, 8),
+        ("teacher-small-0", "n3", 0, 2),
+        ("teacher-small-1", "n3", 2, 2),
+    ]
+    # Three fixed ports, one for the server, one for each teacher's server.
+    assert [t.port for t in placement.teachers] == [21004, 21005, 21006]
+    assert {t.port_step for t in placement.teachers} == {7}
+    assert hosts_needed(roles, 8) == 3
+    with pytest.raises(
+        PlacementError, match=r"1 of 8 for the teacher big and 2 of 2 .* 3 hosts of 8"
+    ):
+        place(roles, hosts(2))
+    with pytest.raises(PlacementError, match=r"teachers\.big\.sglang\.tp_size: got 12"):
+        place(Roles(4, teachers=(TeacherRole("big", 1, 12),)), hosts(9))
+
+
+def test_teachers_share_no_device_with_a_colocated_trainer():
+    roles = Roles(4, 2, 1, first_device=0, colocated=True, teachers=(TeacherRole("t", 1, 2),))
+    assert servers_of(place(roles, hosts(1))) == [("n1", 0, 1), ("n1", 1, 1)]
+    assert place(roles, hosts(1)).teachers[0].first_device == 4
+    # One machine without GPUs has room for every process.
+    assert place(roles, Allocation(hosts(1, None).hosts)).teachers[0].port is None
 
 
 def test_a_server_is_not_cut_in_two_by_the_end_of_a_host():

@@ -12,7 +12,8 @@ from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.spec import Roles, RunSpec
-from tests.unit.config_files import DENSE, MOE, minimal, write_config
+from megatron_dppo.spec.placement import TeacherRole
+from tests.unit.config_files import DENSE, MOE, minimal, write_checkpoint, write_config
 
 
 @pytest.fixture
@@ -82,6 +83,36 @@ def test_servers_and_their_options(spec_of: Any) -> None:
     attached = spec_of("engine.urls=[http://h:1]")
     assert (attached.servers.started, attached.servers.urls) == (0, ("http://h:1",))
     assert not attached.roles.router
+
+
+def test_a_teacher_has_servers_of_its_own(spec_of: Any, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "teacher", DENSE | {"torch_dtype": "float32"})
+    teacher = f"{{hf_checkpoint: {folder}, servers: 2, sglang: {{tp_size: 2}}}}"
+    spec = spec_of(
+        f"distillation.teachers={{big: {teacher}}}",
+        "engine.quantization=null",
+        "rollout.router_replay=true",
+        "data.max_prompt_tokens=100",
+    )
+    assert spec.roles.teachers == (TeacherRole("big", 2, 2),)
+    (big,) = spec.teachers
+    assert (big.name, big.model.shape.family, big.model.dtype) == ("big", "qwen3", "float32")
+    assert (big.servers.started, big.servers.layout) == (2, EngineLayout(2))
+    assert big.servers.options["model_path"] == str(folder)
+    # Only the policy's servers record routing.
+    assert not big.servers.options["enable_return_routed_experts"]
+    assert spec.servers.options["enable_return_routed_experts"]
+    assert big.servers.sequence_tokens == 100 + 64
+    longer = f"{{hf_checkpoint: {folder}, prompt_template: '{{answer}}', max_prompt_tokens: 300}}"
+    assert (
+        spec_of(f"distillation.teachers={{big: {longer}}}").teachers[0].servers.sequence_tokens
+        == 364
+    )
+    attached = spec_of(
+        f"distillation.teachers={{big: {{hf_checkpoint: {folder}, urls: [http://h:1]}}}}"
+    )
+    assert attached.roles.teachers == ()
+    assert attached.teachers[0].servers.urls == ("http://h:1",)
 
 
 def test_a_replay_starts_no_server(spec_of: Any, tmp_path: Path) -> None:

@@ -323,8 +323,9 @@ class Steps:
 def _ports(placement: Placement) -> set[int]:
     """Return the ports on which the run's processes listen. A process that restarts listens on another port."""
     router = placement.router
-    ports = [placement.master_port, *(server.port for server in placement.servers)]
-    ports += [server.meeting_port for server in placement.servers]
+    servers = (*placement.servers, *placement.teachers)
+    ports = [placement.master_port, *(server.port for server in servers)]
+    ports += [server.meeting_port for server in servers]
     if router is not None:
         ports += [router.port, router.metrics_port]
     return {port for port in ports if port is not None}

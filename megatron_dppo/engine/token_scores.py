@@ -1,0 +1,93 @@
+"""SGLang 0.5.23's scores of given tokens: the request, and the answer, checked and converted to columns of a teacher.
+
+All functions are pure: no network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from megatron_dppo.data.columns import check_log_probs, check_topk
+from megatron_dppo.engine.errors import EngineAnswerError
+from megatron_dppo.engine.protocol import decode_base64
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Tokens to score: ``token_ids`` from position ``start`` on, given all tokens before each.
+
+    Attributes:
+        token_ids: a prompt, and the tokens that follow it.
+        start: number of the prompt's tokens, at least 1.
+        top_k: K of the TopK log-probabilities at each scored token; 0 for none.
+        vocabulary: ids of the TopK from this number on belong to no token of the policy.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    top_k: int
+    vocabulary: int
+
+    def body(self) -> bytes:
+        """Return the JSON body of the call to ``/generate``. It generates no token."""
+        body: dict[str, Any] = {
+            "input_ids": list(self.token_ids),
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            # SGLang scores no token at the start itself, so the start is the prompt's last token.
+            "logprob_start_len": self.start - 1,
+        }
+        if self.top_k:
+            body |= {
+                "top_logprobs_num": self.top_k,
+                "return_flat_raw_top_logprobs": True,
+                "return_flat_raw_top_logprobs_b64": True,
+            }
+        return orjson.dumps(body)
+
+    def read(self, payload: bytes, origin: str) -> dict[str, np.ndarray]:
+        """Return the columns of a teacher in the answer of the server ``origin``, at temperature 1, nats.
+
+        ``teacher_log_probs`` float32 [R] for the R scored tokens and, with ``top_k``, ``teacher_topk_ids`` int32 and
+        ``teacher_topk_log_probs`` float32 [R, K], with the id -1 and the log-probability 0 in place of ids outside
+        ``vocabulary``. Raises EngineAnswerError if the answer is not about these tokens, or has an invalid number.
+        """
+        try:
+            meta = orjson.loads(payload)["meta_info"]
+            return self._columns(meta)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineAnswerError(f"{origin}/generate: scores of tokens: {error!r}") from error
+
+    def _columns(self, meta: dict[str, Any]) -> dict[str, np.ndarray]:
+        rows = len(self.token_ids) - self.start
+        entries = meta["input_token_logprobs"]
+        if len(entries) != rows + 1:
+            raise ValueError(f"{len(entries)} entries, expected {rows + 1}")
+        if meta["prompt_tokens"] != len(self.token_ids):
+            raise ValueError(f"of {meta['prompt_tokens']} tokens, expected {len(self.token_ids)}")
+        log_probs = np.array([entry[0] for entry in entries[1:]], np.float32)
+        check_log_probs(log_probs, "log-probabilities")
+        columns = {"teacher_log_probs": log_probs}
+        if self.top_k:
+            columns |= self._topk(meta, rows)
+        return columns
+
+    def _topk(self, meta: dict[str, Any], rows: int) -> dict[str, np.ndarray]:
+        shape = tuple(meta["input_top_logprobs_shape"])
+        # The row of the prompt's last token is a null, and is counted, but not sent.
+        if meta["input_top_logprobs_null_prefix"] != 1 or shape != (rows, self.top_k):
+            raise ValueError(
+                f"Top-K log-probabilities of shape {shape}, expected {(rows, self.top_k)}"
+            )
+        ids = decode_base64(meta["input_top_logprobs_idx_flat_b64"], "<i4", shape).copy()
+        log_probs = decode_base64(meta["input_top_logprobs_val_flat_b64"], "<f4", shape).copy()
+        is_foreign = ids >= self.vocabulary
+        ids[is_foreign] = -1
+        log_probs[is_foreign] = 0.0
+        check_topk(ids, log_probs, "the answer")
+        return {"teacher_topk_ids": ids, "teacher_topk_log_probs": log_probs}

@@ -1,0 +1,57 @@
+"""The teachers of a run: models that score the tokens that the policy samples, on servers of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from megatron_dppo.config.distillation import longest_prompt, serving_config
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.model.families import load_model_shape, missing_engine_keys
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.spec.model import ModelSpec
+from megatron_dppo.spec.rollout import RolloutSpec
+from megatron_dppo.spec.servers import Device, ServersSpec
+
+ShapeOf = Callable[[str | Path], ModelShape]
+"""Function that returns the shape of the model in a folder."""
+
+
+@dataclass(frozen=True)
+class TeacherSpec:
+    """A teacher.
+
+    Attributes:
+        name: its name in ``distillation.teachers``.
+        model: the teacher's model, as its servers hold it.
+        servers: its servers, started and attached.
+    """
+
+    name: str
+    model: ModelSpec
+    servers: ServersSpec
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        name: str,
+        rollout: RolloutSpec,
+        device: Device | None = None,
+        shape_of: ShapeOf = load_model_shape,
+    ) -> Self:
+        """Return a teacher of a checked configuration. Raises the errors of ``shape_of``, and LayoutError.
+
+        ``rollout``: the batches that the teacher scores. ``device``: as in ``ServersSpec.of``.
+        """
+        teacher = config.distillation.teachers[name]
+        shape = shape_of(teacher.hf_checkpoint)
+        serving = serving_config(config, name, shape)
+        engine_keys = {}
+        if Path(teacher.hf_checkpoint).exists():
+            engine_keys = dict(missing_engine_keys(teacher.hf_checkpoint))
+        model = ModelSpec.of(serving, shape, engine_keys)
+        longest = longest_prompt(config, teacher) + rollout.longest_response
+        return cls(name, model, ServersSpec.of(serving, model, longest, device))

@@ -1,0 +1,93 @@
+"""The section ``distillation`` of the configuration: what is refused, and under which key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.config_files import DENSE, MOE, faults_of, write_checkpoint
+
+URL = "http://10.0.0.7:30000"
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "teacher", DENSE | {"hidden_size": 128})
+
+
+def teachers(*folders: Path, **keys: str) -> str:
+    """Return an override with a teacher of each folder, all with ``keys``."""
+    text = "".join(f", {key}: {value}" for key, value in keys.items())
+    rows = [f"t{i}: {{hf_checkpoint: {folder}{text}}}" for i, folder in enumerate(folders)]
+    return f"distillation.teachers={{{', '.join(rows)}}}"
+
+
+def test_a_teacher_of_another_size_is_accepted(tmp_path: Path, teacher: Path) -> None:
+    assert faults_of(tmp_path, teachers(teacher)) == []
+    assert faults_of(tmp_path, teachers(teacher, urls=f"[{URL}]")) == []
+    reverse = ("distillation.loss=reverse", "distillation.top_k=511")
+    assert faults_of(tmp_path, teachers(teacher, prompt_template="'{answer}'"), *reverse) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys", "fault"),
+    [
+        (["distillation.loss=reverse"], {}, "distillation.top_k: got 0"),
+        (["distillation.top_k=3"], {}, "distillation.top_k: got 3"),
+        (
+            ["distillation.loss=forward", "distillation.top_k=512"],
+            {},
+            "distillation.top_k: got 512",
+        ),
+        (["rollout.temperature=0.9"], {}, "rollout.temperature: got 0.9"),
+        (
+            ["rollout.drop_zero_variance_groups=true", "distillation.rewards=false"],
+            {},
+            "rollout.drop_zero_variance_groups: got true",
+        ),
+        ([f"engine.urls=[{URL}/]"], {"urls": f"[{URL}]"}, "distillation.teachers.t0.urls: got"),
+        ([], {"urls": "[nowhere]"}, "distillation.teachers.t0.urls: got"),
+        ([], {"servers": "0"}, "distillation.teachers.t0.servers: got 0"),
+        ([], {"max_prompt_tokens": "9"}, "distillation.teachers.t0.max_prompt_tokens: got 9"),
+        (
+            ["environment.name=agent"],
+            {"prompt_template": "x"},
+            "distillation.teachers.t0.prompt_template: got one",
+        ),
+        ([], {"sglang": "{dtype: half}"}, "distillation.teachers.t0.sglang.dtype: got"),
+        ([], {"sglang": "{tp_size: 3}"}, "distillation.teachers.t0.sglang.tp_size: got 3"),
+        (
+            [],
+            {"sglang": "{speculative_algorithm: NGRAM}"},
+            "distillation.teachers.t0.sglang.speculative_algorithm: got",
+        ),
+        (
+            [],
+            {"sglang": "{context_length: 1094}"},
+            "distillation.teachers.t0: got sequences of 1088",
+        ),
+    ],
+)
+def test_one_fault_under_its_key(
+    tmp_path: Path, teacher: Path, overrides: list[str], keys: dict[str, str], fault: str
+) -> None:
+    faults = faults_of(tmp_path, teachers(teacher, **keys), *overrides)
+    named = [f for f in faults if not f.startswith(("environment.", "algorithm."))]
+    assert named
+    assert named[0].startswith(fault)
+
+
+def test_a_teacher_without_the_policys_tokens_is_refused(tmp_path: Path) -> None:
+    small = write_checkpoint(tmp_path / "small", DENSE | {"vocab_size": 500})
+    (fault,) = faults_of(tmp_path, teachers(small), model=MOE)
+    assert fault.startswith("distillation.teachers.t0.hf_checkpoint: got a model of 500 tokens")
+    (fault,) = faults_of(tmp_path, teachers(tmp_path / "none"))
+    assert fault.startswith("distillation.teachers.t0.hf_checkpoint: got")
+
+
+def test_keys_without_a_teacher_and_servers_twice(tmp_path: Path, teacher: Path) -> None:
+    (fault,) = faults_of(tmp_path, "distillation.loss=reverse", "distillation.top_k=4")
+    assert fault.startswith("distillation.teachers: got none")
+    (fault,) = faults_of(tmp_path, teachers(teacher, teacher, urls=f"[{URL}]"))
+    assert fault.startswith("distillation.teachers.t1.urls: got")
