@@ -67,6 +67,7 @@ def machine_faults(config: TrainConfig, roles: Roles, machine: Machine) -> Itera
         # The limit for the processes of a core is for machines without GPUs.
         return
     processes = roles.ranks + roles.servers * roles.server_devices
+    processes += sum(teacher.servers * teacher.server_devices for teacher in roles.teachers)
     max_per_core = config.run.processes_per_core
     if processes > max_per_core * machine.cores:
         yield (
