@@ -40,12 +40,21 @@ def quantize(weight: Tensor, scale_factor: float = 1.0) -> BlockFp8:
     """
     n, k = weight.shape
     blocks = _blocks(weight.float())
-    amax = blocks.abs().amax(dim=(1, 3))
-    scales = torch.where(amax == 0, 1.0, (amax / LARGEST * scale_factor).clamp_min(_SMALLEST_SCALE))
-    scaled = blocks / scales[:, None, :, None]
-    values = scaled.clamp_(-LARGEST, LARGEST).to(DTYPE)
+    scales = scales_of(blocks.abs().amax(dim=(1, 3)), scale_factor)
+    values = rounded(blocks, scales[:, None, :, None])
     padded_values = values.reshape(values.shape[0] * BLOCK, values.shape[2] * BLOCK)
     return BlockFp8(padded_values[:n, :k].contiguous(), scales)
+
+
+def scales_of(amax: Tensor, scale_factor: float = 1.0) -> Tensor:
+    """Return the scales of blocks with the largest magnitudes ``amax`` (fp32, any shape); see ``quantize``."""
+    scales = (amax / LARGEST * scale_factor).clamp_min(_SMALLEST_SCALE)
+    return torch.where(amax == 0, 1.0, scales)
+
+
+def rounded(weight: Tensor, scales: Tensor) -> Tensor:
+    """Return e4m3(weight / scale), fp32 ``weight``, with ``scales`` that broadcast to its shape; see ``quantize``."""
+    return (weight / scales).clamp_(-LARGEST, LARGEST).to(DTYPE)
 
 
 def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -324,34 +324,38 @@ def _sent_tensors(
 
 
 def scales_of(tensor: TensorSources) -> TensorSources:
-    """Return the block-FP8 scales of ``tensor``. The piece with the first element of a block has the block's scale.
-
-    A piece of scales has the name of its parameter with SCALE_SUFFIX. It is a segment of all scales of the piece's
-    blocks, also of blocks that begin in another piece.
-    """
-    pieces: list[Piece] = []
-    for piece in tensor.pieces:
-        segment = piece.segment
-        first_block = segment.hf_start // BLOCK
-        first_own_block = -(-segment.hf_start // BLOCK)
-        end_block = -(-segment.hf_end // BLOCK)
-        if first_own_block == end_block:
-            continue
-        dims = list(quantization.scale_dims(piece.shape))
-        dims[segment.dim] = end_block - first_block
-        scales = Segment(
-            tensor.name + SCALE_SUFFIX,
-            segment.dim,
-            first_own_block,
-            first_own_block - first_block,
-            end_block - first_own_block,
-        )
-        pieces.append(
-            replace(piece, name=piece.name + SCALE_SUFFIX, local_shape=tuple(dims), segment=scales)
-        )
+    """Return the block-FP8 scales of ``tensor``, in the pieces of ``scale_piece``."""
+    pieces = [scale_piece(tensor.name, piece) for piece in tensor.pieces]
     return TensorSources(
-        tensor.name + SCALE_SUFFIX, quantization.scale_dims(tensor.shape), tuple(pieces), "float32"
+        tensor.name + SCALE_SUFFIX,
+        quantization.scale_dims(tensor.shape),
+        tuple(piece for piece in pieces if piece is not None),
+        "float32",
     )
+
+
+def scale_piece(name: str, piece: Piece) -> Piece | None:
+    """Return the scales of the blocks whose first elements are in ``piece``, a piece of the tensor ``name``.
+
+    The result has the name of the piece's parameter with SCALE_SUFFIX. It is a segment of all scales of the piece's
+    blocks, also of blocks that begin in another piece. It is None if no block begins in the piece.
+    """
+    segment = piece.segment
+    first_block = segment.hf_start // BLOCK
+    first_own_block = -(-segment.hf_start // BLOCK)
+    end_block = -(-segment.hf_end // BLOCK)
+    if first_own_block == end_block:
+        return None
+    dims = list(quantization.scale_dims(piece.shape))
+    dims[segment.dim] = end_block - first_block
+    scales = Segment(
+        name + SCALE_SUFFIX,
+        segment.dim,
+        first_own_block,
+        first_own_block - first_block,
+        end_block - first_own_block,
+    )
+    return replace(piece, name=piece.name + SCALE_SUFFIX, local_shape=tuple(dims), segment=scales)
 
 
 def _intersection(

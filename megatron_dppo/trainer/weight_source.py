@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder
@@ -86,6 +87,11 @@ class TrainerWeights:
         self._trainer.check_resident("read weights", "weights")
         self._gathered = self._values()
         return self._gathered
+
+    def all_max(self, values: Tensor) -> Tensor:
+        """Return the element-wise maximum of the vectors ``values`` of all ranks. Collective."""
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
 
     def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
         """Plan all weights in buckets.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -31,8 +32,8 @@ from megatron_dppo.engine.shards import INSTRUCTION, WHOLE, Instruction, PlanFac
 from megatron_dppo.engine.shared_buckets import WireHeader
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.engine_layout import EngineLayout
-from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.mapping import Segment
+from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.shard_plan import Message, Slice
 from megatron_dppo.tensor_hash import Place, TiledHash, add_placed
@@ -47,12 +48,10 @@ from megatron_dppo.weight_sync.engines import (
     on_this_host,
     require_routable,
 )
+from megatron_dppo.weight_sync.piece_scales import AllMax, PieceScales, Values
 from megatron_dppo.weight_sync.sent_weights import SentWeights
 
 log = logging.getLogger(__name__)
-
-Values = Mapping[ParameterKey, Tensor]
-"""A trainer rank's tensors, by chunk and name."""
 
 
 class ServerFacts(NamedTuple):
@@ -80,10 +79,6 @@ class ServerFacts(NamedTuple):
                     "that was started by megatron_dppo.engine.launch_server, or weight_sync.strategy disk"
                 )
         first = engines.first
-        if first.tensors.quantized:
-            raise EngineMismatchError(
-                f"{first.url}: weight_sync.strategy shards sends no block FP8 yet, expected distributed"
-            )
         urls = [engine.url for engine in engines.members]
         require_routable(urls)
         return cls(
@@ -127,6 +122,10 @@ class Shards:
                 )
             self._servers += [(layout, engine_rank) for engine_rank in range(layout.tensor)]
         self.device = device
+        self._scales: PieceScales | None = None
+        if facts.quantized:
+            slices = chain.from_iterable(message.slices for message in self.messages)
+            self._scales = PieceScales(shape, facts.layout, slices)
 
     @property
     def table(self) -> EngineTensors:
@@ -144,6 +143,11 @@ class Shards:
         """Return the dtype in which a tensor is sent."""
         return self.table.sent_dtype(name, self.dtype)
 
+    def prepare(self, values: Values, all_max: AllMax) -> None:
+        """Prepare an update with ``values``: compute the scales of block FP8. Collective."""
+        if self._scales is not None:
+            self._scales.compute(values, all_max)
+
     def pack(self, message: Message, values: Values) -> Tensor:
         """Return the flat bytes of a message. The result stays valid until the second call after this one."""
         device = next(iter(values.values())).device
@@ -157,9 +161,16 @@ class Shards:
         sources: list[Tensor] = []
         for part, target in slices_in(message, data, self.dtype_of):
             targets.append(target)
-            sources.append(_value_of(part, values))
+            sources.append(self._value_of(part, values))
         torch._foreach_copy_(targets, sources)
         return data
+
+    def _value_of(self, part: Slice, values: Values) -> Tensor:
+        """Return the slice of a trainer rank's tensor, or its quantised values or scales."""
+        if self._scales is not None and is_quantized(part.name.removesuffix(SCALE_SUFFIX)):
+            return self._scales.value_of(part, values)
+        piece = part.piece
+        return part.of_piece(piece.segment.of_local(values[piece.key].detach()))
 
     def checksums(self) -> ShardChecksums:
         """Return new checksums of what this rank sends."""
@@ -192,12 +203,6 @@ class Shards:
 
 Places = dict[tuple[EngineLayout, int, Segment], list[EnginePart]]
 """The places of a block in the tensors of an engine rank: (server layout, rank in the server, block) -> places."""
-
-
-def _value_of(part: Slice, values: Values) -> Tensor:
-    """Return the slice of a trainer rank's tensor, a view."""
-    piece = part.piece
-    return part.of_piece(piece.segment.of_local(values[piece.key].detach()))
 
 
 class ShardChecksums:

@@ -92,6 +92,9 @@ class WeightSource(Protocol):
     def values(self) -> Mapping[ParameterKey, Tensor]:
         """Return this rank's tensors."""
 
+    def all_max(self, values: Tensor) -> Tensor:
+        """Return the element-wise maximum of the vectors ``values`` of all ranks. Collective."""
+
     def gather(self, plan: Plan) -> Iterator[Gathered]:
         """Gather the plan's buckets one after another, each on its receiver.
 
@@ -644,7 +647,9 @@ class WeightUpdater:
         checksums = shards.checksums() if verify else None
         if self._sent_weights is not None:
             self._sent_weights.begin(is_base=sends_changes)
-        values = self.source.values()
+        with phases.timed("gather"):
+            values = self.source.values()
+            shards.prepare(values, self.source.all_max)
         sent = 0
         for message in shards.messages:
             data = phases.run("gather", shards.pack, message, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.block_fp8 import encode
 from megatron_dppo.engine.broadcast_group import new_name
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.engine.direct_loading import TensorPlaces
@@ -40,6 +41,10 @@ SHAPE = ModelShape(
 ONE = EngineLayout()
 TWO = EngineLayout(2)
 
+FP8_SHAPE = replace(
+    SHAPE, num_layers=2, hidden_size=256, num_query_groups=4, head_dim=64, moe_ffn_hidden_size=768
+)
+
 # Name -> the trainer's layout, and the servers' layouts.
 CASES = {
     "one to one": (Layout(), [ONE]),
@@ -54,6 +59,13 @@ CASES = {
     ),
     "TP4 ETP2 to TP4": (Layout(tensor=4, expert=2, expert_tensor=2), [EngineLayout(4)]),
     "CP2 DP2 to servers of several layouts": (Layout(context=2, data=2), [ONE, TWO]),
+}
+# Pieces of 64 rows or columns, and of 192, are no whole blocks of block FP8.
+FP8_CASES = {
+    "one to two": (Layout(), [TWO]),
+    "TP4 to TP2": (Layout(tensor=4, expert_tensor=4), [TWO]),
+    "ETP2 to TP1": (Layout(data=2, expert_tensor=2), [ONE]),
+    "TP2 EP2 to EP2": (Layout(tensor=2, expert=2), [EngineLayout(2, 2)]),
 }
 TRAINERS, ENGINES = 4, 4
 
@@ -84,8 +96,21 @@ def trainer_values(
 def expected_of(table: EngineTensors, whole: Mapping[str, Tensor]) -> list[dict[str, str]]:
     """Return the checksums of an engine's tensors, from whole tensors."""
     expected = ExpectedChecksums(table, DTYPE)
-    expected.add(whole.items())
+    encoded = list(whole.items())
+    if table.quantized:
+        encoded = [pair for item in whole.items() for pair in encode(*item)]
+    expected.add(encoded)
     return expected.digests([expected.partial()])
+
+
+def all_max(values: Tensor) -> Tensor:
+    """Return the maximum over the trainer ranks. Every trainer rank sends, if a case has several."""
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=ALL_TRAINERS[0])
+    return values
+
+
+ALL_TRAINERS: list[Any] = []
+"""The group of the present case's trainer ranks."""
 
 
 def transfer(
@@ -104,12 +129,14 @@ def transfer(
     engines = sum(layout.tensor for layout in facts.servers)
     group_ranks = [*plan.members, *range(TRAINERS, TRAINERS + engines)]
     group = dist.new_group(group_ranks, backend="gloo")
+    ALL_TRAINERS[:] = [dist.new_group(list(plan.members), backend="gloo")]
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = connect_store(address, port)
     if rank in plan.members:
         shards = Shards(shape, facts, device, rank)
         values = trainer_values(shape, facts.layout, rank, whole)
         link = Link(group, store, LIMIT, torch.device("cpu"))
+        shards.prepare(values, all_max)
         checksums = shards.checksums()
         for message in shards.messages:
             data = shards.pack(message, values)
@@ -120,7 +147,10 @@ def transfer(
         partials: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(partials, checksums.partials())
         digests = shards.digests([p for p in partials if p is not None])
-        tables = {layout: EngineTensors(shape, layout, device) for layout in facts.servers}
+        tables = {
+            layout: EngineTensors(shape, layout, device, quantized=facts.quantized)
+            for layout in facts.servers
+        }
         is_right = all(
             digests[layout, device] == expected_of(table, whole) for layout, table in tables.items()
         )
@@ -130,7 +160,7 @@ def transfer(
         return {"is_right": True}
     own = [(layout, i) for layout in facts.servers for i in range(layout.tensor)]
     layout, engine_rank = own[rank - TRAINERS]
-    table = EngineTensors(shape, layout, device)
+    table = EngineTensors(shape, layout, device, quantized=facts.quantized)
     tensors = held(table, engine_rank)
     places = TensorPlaces(table, engine_rank, tensors)
     places.fill_padding()
@@ -144,9 +174,12 @@ def transfer(
     return {"is_right": not wrong, "wrong": wrong}
 
 
-def transfers(cases: dict[str, Any], bucket_bytes: int, device: str) -> dict[str, Any]:
+def transfers(
+    cases: dict[str, Any], bucket_bytes: int, device: str, *, quantized: bool = False
+) -> dict[str, Any]:
     dist.init_process_group("gloo")
-    whole = whole_tensors(SHAPE)
+    shape = FP8_SHAPE if quantized else SHAPE
+    whole = whole_tensors(shape)
     reports = {}
     for name, (layout, servers) in cases.items():
         facts = PlanFacts(
@@ -154,24 +187,30 @@ def transfers(cases: dict[str, Any], bucket_bytes: int, device: str) -> dict[str
             tuple(EngineLayout(**server) for server in servers),
             bucket_bytes,
             "bfloat16",
-            quantized=False,
+            quantized=quantized,
         )
-        reports[name] = transfer(SHAPE, facts, whole, device)
+        reports[name] = transfer(shape, facts, whole, device)
     return reports
+
+
+def assert_right(cases: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
+    as_json = {
+        name: (asdict(layout), [asdict(server) for server in servers])
+        for name, (layout, servers) in cases.items()
+    }
+    worker = "tests.distributed.test_shards:transfers"
+    ranks = run_ranks(worker, TRAINERS + ENGINES, as_json, *arguments, **options)
+    for name in cases:
+        reports = [rank_reports[name] for rank_reports in ranks]
+        assert all(report["is_right"] for report in reports), (name, reports)
 
 
 @pytest.mark.parametrize(
     ("bucket_bytes", "device"), [(30_000, "cpu"), (1_000_000, "cuda")], ids=str
 )
 def test_every_engine_rank_has_what_whole_tensors_give_it(bucket_bytes: int, device: str) -> None:
-    cases = {
-        name: (asdict(layout), [asdict(server) for server in servers])
-        for name, (layout, servers) in CASES.items()
-    }
-    worker = "tests.distributed.test_shards:transfers"
-    ranks = run_ranks(worker, TRAINERS + ENGINES, cases, bucket_bytes, device)
-    for name in CASES:
-        assert all(reports[name]["is_right"] for reports in ranks), (
-            name,
-            [reports[name] for reports in ranks],
-        )
+    assert_right(CASES, bucket_bytes, device)
+
+
+def test_blocks_of_fp8_are_those_of_whole_matrices() -> None:
+    assert_right(FP8_CASES, 100_000, "cpu", quantized=True)
