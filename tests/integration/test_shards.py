@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,23 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
+from megatron_dppo.model.shard_plan import Message
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
+from megatron_dppo.weight_sync import transaction
 from megatron_dppo.weight_sync.engines import GRACE_S
+from megatron_dppo.weight_sync.shards import ShardStrategy
 from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdater
+from tests.integration.test_weight_sync import end_the_gather, nudge
 from tests.integration.weight_server import (
     RUNNER,
+    TIMEOUT_S,
     RunningServer,
     Source,
+    Weights,
     assert_serves,
+    engine_log_probs,
     engine_weights,
     policy_config,
     read,
@@ -35,20 +43,47 @@ from tests.integration.weight_server import (
     updater,
 )
 from tests.patience import own_patience
-from tests.ranks import run_ranks
+from tests.ranks import RankFailedError, run_ranks
 from tests.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
+READS = 12
+"""Tensors that are read for the first messages: a message has at most MESSAGE_BYTES."""
+MESSAGE_BYTES = 50_000
+
+
+class WatchedValues(dict[ParameterKey, Tensor]):
+    """Values that call ``between`` when READS of them have been read."""
+
+    def __init__(self, values: Mapping[ParameterKey, Tensor], between: Callable[[], None]) -> None:
+        super().__init__(values)
+        self._between = between
+        self._reads = 0
+
+    def __getitem__(self, key: ParameterKey) -> Tensor:
+        self._reads += 1
+        if self._reads == READS:
+            self._between()
+        return super().__getitem__(key)
+
+
 class ShardSource(Source):
-    """The weights of a folder, on one trainer rank. ``between`` runs when the update has read ``reads`` tensors."""
+    """Weights of one trainer rank, in the layout of ``folder``'s model. ``between`` runs in the midst of a transfer."""
 
     layout = Layout()
 
-    def __init__(self, folder: Path, between: Callable[[], None] | None = None) -> None:
-        super().__init__(read(folder), between, model=folder)
+    def __init__(
+        self,
+        folder: Path,
+        between: Callable[[], None] | None = None,
+        weights: Weights | None = None,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__(weights or read(folder), between, model=None if weights else folder)
         self.shape = load_model_shape(folder)
+        self.dtype_name = dtype
 
     def all_max(self, values: Tensor) -> Tensor:
         return values
@@ -56,13 +91,18 @@ class ShardSource(Source):
     def values(self) -> Mapping[ParameterKey, Tensor]:
         values: dict[ParameterKey, Tensor] = {}
         for parameter in local_parameters(self.shape, self.layout, 0):
-            local = torch.zeros(parameter.shape)
+            local = torch.zeros(parameter.shape, dtype=getattr(torch, self.dtype_name))
             for segment in parameter.segments:
                 segment.of_local(local).copy_(segment.of_hf(self.weights[segment.hf_name]))
             values[parameter.chunk, parameter.name] = local
         if self.between is not None:
-            self.between()
+            return WatchedValues(values, self.between)
         return values
+
+
+@pytest.fixture(autouse=True)
+def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transaction, "MIB", MESSAGE_BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +120,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(folder, vocab_size=500, tied=True, seed=1)
 
 
-def shard_updater(server: RunningServer, source: ShardSource, **options: Any) -> WeightUpdater:
-    return updater(server.weights(), source, strategy="shards", **options)
+def shard_updater(
+    servers: RunningServer | Sequence[RunningServer], source: ShardSource, **options: Any
+) -> WeightUpdater:
+    members = [servers] if isinstance(servers, RunningServer) else servers
+    engines = [server.weights() for server in members]
+    return updater(engines, source, **{"strategy": "shards", "bucket_mib": 1, **options})
 
 
 def test_the_engine_ranks_receive_what_they_keep(server: RunningServer, trained: Path) -> None:
@@ -99,7 +143,125 @@ def test_the_engine_ranks_receive_what_they_keep(server: RunningServer, trained:
     updates.close()
 
 
-def send(url: str, folder: str, start_folder: str, version: int, **parallel: int) -> dict[str, Any]:
+def test_changes_alone_are_sent_and_an_interrupted_update_leaves_the_version_before(
+    server: RunningServer, trained: Path
+) -> None:
+    old = read(trained)
+    updates = shard_updater(server, ShardSource(trained, weights=old), changes_only=True)
+    first = updates.update(20)
+    assert first.sent_fraction == 1.0
+    new = nudge(old)
+    updates.source = ShardSource(trained, weights=new)
+    report = updates.update(21)
+    assert report.verified
+    assert report.sent_fraction is not None
+    assert report.sent_fraction < 0.01
+    scores = engine_log_probs(server)
+    updates.source = ShardSource(trained, end_the_gather, weights=nudge(new))
+    with pytest.raises(WeightUpdateError, match="GatherInterruptedError"):
+        updates.update(22)
+    assert server.version() == "21"
+    assert engine_log_probs(server) == scores
+    updates.source = ShardSource(trained)
+    assert updates.update(22).sent_fraction == 1.0
+    assert_serves(server, trained, 22)
+    updates.close()
+
+
+def test_an_interrupted_update_of_whole_weights_is_quarantined_and_the_next_succeeds(
+    server: RunningServer, trained: Path
+) -> None:
+    updates = shard_updater(server, ShardSource(trained, end_the_gather))
+    patience = own_patience(TIMEOUT_S / 3)
+    with pytest.raises(WeightUpdateError, match="GatherInterruptedError"):
+        updates.update(25)
+    assert not patience.is_exhausted()
+    assert server.version() == "unverified-25"
+    updates.source = ShardSource(trained)
+    assert updates.update(25).verified
+    assert_serves(server, trained, 25)
+    updates.close()
+
+
+@pytest.mark.parametrize("fault", ["bit", "place"])
+def test_a_fault_on_the_way_is_named_by_tensor_and_rank(
+    server: RunningServer, trained: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A message is spoiled after it was hashed: one bit, or two slices of equal size in each other's place."""
+    updates = shard_updater(server, ShardSource(trained))
+    assert isinstance(updates._strategy, ShardStrategy)
+    message = updates._strategy.shards.messages[-1]
+    first = message.slices[0]
+    second = next(part for part in message.slices[1:] if part.bytes == first.bytes)
+    start = sum(part.bytes for part in message.slices[: message.slices.index(second)])
+    send_message = ShardStrategy.send_message
+
+    def spoil(strategy: ShardStrategy, sent: Message, data: Tensor) -> int:
+        if sent is message:
+            data = data.clone()
+            if fault == "bit":
+                data[3] ^= 1
+            else:
+                copy = data[: first.bytes].clone()
+                data[: first.bytes] = data[start : start + first.bytes]
+                data[start : start + first.bytes] = copy
+        return send_message(strategy, sent, data)
+
+    monkeypatch.setattr(ShardStrategy, "send_message", spoil)
+    with pytest.raises(WeightUpdateError) as failure:
+        updates.update(30)
+    assert failure.value.engines == (server.process.url,)
+    parts = server.weights().tensors.parts
+    named = {part.tensor for part in parts[first.name] if part.rank in message.column}
+    if fault == "place":
+        named |= {part.tensor for part in parts[second.name] if part.rank in message.column}
+    for name in named:
+        assert f"{name} on engine rank {message.column[0]}" in str(failure.value)
+    assert server.version() == "unverified-30"
+    monkeypatch.undo()
+    assert updates.update(30).verified
+    updates.close()
+
+
+def test_a_server_with_sglangs_loader_is_refused(server: RunningServer, trained: Path) -> None:
+    engine = server.weights()
+    engine.accepts_shards = False
+    with pytest.raises(WeightUpdateError, match="disk"):
+        updater(engine, ShardSource(trained), strategy="shards")
+
+
+def test_an_engine_killed_in_the_update_of_two(server: RunningServer, trained: Path) -> None:
+    """The living engine is quarantined until an update without the dead engine. Then a new engine joins."""
+    second = serve(server.folder)
+    pid = second.process.pid
+    try:
+        updates = shard_updater([server, second], ShardSource(trained))
+        report = updates.update(70)
+        # One rank of the second server keeps all weights, once.
+        kept = [s.weights().tensors.kept_bytes(torch.float32) for s in (server, second)]
+        assert report.bytes_moved == sum(kept)
+        assert_serves(server, trained, 70)
+        assert_serves(second, trained, 70)
+        updates.source = ShardSource(trained, between=lambda: os.killpg(pid, signal.SIGKILL))
+        patience = own_patience(30)
+        with pytest.raises(WeightUpdateError) as failure:
+            updates.update(71)
+        assert not patience.is_exhausted()
+        assert failure.value.engines == (second.process.url,)
+        assert server.version() == "unverified-71"
+        updates.source = ShardSource(server.folder)
+        updates.attach([server.process.url])
+        assert updates.update(71).verified
+        assert_serves(server, server.folder, 71)
+        updates.close()
+    finally:
+        second.process.kill()
+
+
+def send(
+    url: str, folder: str, start_folder: str, version: int, dies: bool = False, **parallel: int
+) -> dict[str, Any]:
+    transaction.MIB = MESSAGE_BYTES
     trainer = Trainer(policy_config(folder, world_size=2, **parallel))
     config = WeightSyncConfig(strategy="shards", bucket_mib=1)
 
@@ -108,6 +270,11 @@ def send(url: str, folder: str, start_folder: str, version: int, **parallel: int
 
     updates = WeightUpdater(TrainerWeights(trainer), config, first_failure, open_engine, RUNNER)
     updates.attach([url])
+    if dies and trainer.topology.rank == 1:
+        assert isinstance(updates._strategy, ShardStrategy)
+        messages = updates._strategy.shards.messages
+        # The rank dies after its first message.
+        updates._strategy.shards.messages = DyingMessages(messages)
     report = updates.update(version)
     updates.close()
     return {"verified": report.verified, "bytes": [report.bytes_moved, report.bytes_bound]}
@@ -121,6 +288,28 @@ def test_two_trainer_ranks(server: RunningServer, trained: Path, parallel: dict[
     kept = server.weights().tensors.kept_bytes(torch.float32)
     assert reports == [{"verified": True, "bytes": [kept, kept]}] * 2
     assert_serves(server, trained, 10)
+
+
+class DyingMessages(list[Message]):
+    def __iter__(self) -> Iterator[Message]:
+        yield self[0]
+        time.sleep(1)
+        os._exit(1)
+
+
+def test_a_dead_sender_leaves_the_engines_free_for_new_ranks(
+    server: RunningServer, trained: Path
+) -> None:
+    worker = "tests.integration.test_shards:send"
+    where = (server.process.url, str(trained), str(server.folder), 40)
+    with pytest.raises(RankFailedError):
+        run_ranks(worker, 2, *where, dies=True, tensor=2)
+    patience = own_patience(TIMEOUT_S / 2)
+    updates = shard_updater(server, ShardSource(trained))
+    assert updates.update(41).verified
+    assert not patience.is_exhausted()
+    assert_serves(server, trained, 41)
+    updates.close()
 
 
 def test_a_hung_engine_fails_in_time_and_recovers(server: RunningServer, trained: Path) -> None:
