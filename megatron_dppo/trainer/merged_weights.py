@@ -30,9 +30,9 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
         self._parameters = parameters
         self._deltas: dict[ParameterKey, Callable[[], Tensor]] = {}
         self._cache: OrderedDict[ParameterKey, Tensor] = OrderedDict()
-        self._held: list[tuple[Tensor, Tensor]] = []
+        self._held: dict[ParameterKey, tuple[Tensor, Tensor]] = {}
         """A pair of sums for each merged weight: of h d and of d^2 over its elements. d is ``scale * B A``, h is the
-        change of the rounded weight."""
+        change of the rounded weight. A weight that is merged several times counts once."""
         for adapter in adapters:
             for expert, name in _base_names(adapter, parameters):
                 self._deltas[adapter.linear.chunk, name] = partial(adapter.weight_delta, expert)
@@ -48,7 +48,7 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
             # Out of place: in float32, ``float`` returns the merged weight itself.
             change = (self._cache[key].float() - base).flatten()
             delta = delta.flatten()
-            self._held.append((change.dot(delta), delta.dot(delta)))
+            self._held[key] = (change.dot(delta), delta.dot(delta))
             if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
         return self._cache[key]
@@ -59,8 +59,8 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
         d is the exact change ``scale * B A`` of an element, h is the change that W's type holds. The quotient of the
         sums is the projection of h onto d: 1 if nothing is lost, 0 if no element changes.
         """
-        along = sum(float(product) for product, _ in self._held)
-        size = sum(float(square) for _, square in self._held)
+        along = sum(float(product) for product, _ in self._held.values())
+        size = sum(float(square) for _, square in self._held.values())
         self._held.clear()
         return along, size
 

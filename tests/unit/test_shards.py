@@ -1,0 +1,222 @@
+"""Shards of every family, packed by trainer ranks and placed by engine ranks in one process: tensors and expected
+checksums equal those of whole tensors, and planted faults are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dppo.engine.checksums import EngineTensors, IncompleteWeightsError
+from megatron_dppo.engine.direct_loading import TensorPlaces
+from megatron_dppo.engine.shards import (
+    INSTRUCTION,
+    IncomingShards,
+    OtherPlanError,
+    PlanFacts,
+    place,
+    steps_of,
+)
+from megatron_dppo.model.engine_layout import EngineLayout, engine_faults
+from megatron_dppo.model.families import FAMILIES, load_model_shape
+from megatron_dppo.model.layout import Layout, holding_faults
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shard_plan import Message
+from megatron_dppo.tensor_hash import tiled_hash
+from megatron_dppo.weight_sync.shards import Shards
+from tests.distributed.test_shards import SHAPE, expected_of, trainer_values, whole_tensors
+from tests.tiny_models import save_tiny_model
+from tests.unit.test_direct_loading import DTYPE, held
+
+TRAINERS = (
+    Layout(),
+    Layout(tensor=2, expert_tensor=2),
+    Layout(pipeline=2),
+    Layout(tensor=2, expert=2),
+)
+SERVERS = ([EngineLayout()], [EngineLayout(2)], [EngineLayout(2, 2), EngineLayout()])
+Spoil = Callable[[Message, Tensor], Tensor | None]
+
+
+def unspoiled(message: Message, data: Tensor) -> Tensor:
+    return data
+
+
+class Update:
+    """An update in one process. ``spoil`` returns what arrives in place of a message's bytes; None: nothing arrives."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: Layout,
+        servers: list[EngineLayout],
+        spoil: Spoil = unspoiled,
+        bucket_bytes: int = 20_000,
+        device: str = "cpu",
+    ) -> None:
+        whole = whole_tensors(shape)
+        facts = PlanFacts(layout, tuple(servers), bucket_bytes, "bfloat16", quantized=False)
+        tables = [EngineTensors(shape, server, device) for server in servers]
+        ranks = [(table, rank) for table in tables for rank in range(table.ranks)]
+        self.tensors = [held(table, rank) for table, rank in ranks]
+        places = []
+        for (table, rank), tensors in zip(ranks, self.tensors, strict=True):
+            places.append(TensorPlaces(table, rank, tensors))
+            places[-1].fill_padding()
+        partials = []
+        for trainer_rank in range(layout.world_size):
+            self.shards = Shards(shape, facts, device, trainer_rank)
+            values = trainer_values(shape, layout, trainer_rank, whole)
+            self.shards.prepare(values, lambda vector: vector)
+            checksums = self.shards.checksums()
+            for message in self.shards.messages:
+                data = self.shards.pack(message, values)
+                checksums.add(message, data, self.shards.dtype_of)
+                arrived = spoil(message, data)
+                for engine_rank in message.column if arrived is not None else ():
+                    assert arrived is not None
+                    blocks = places[engine_rank].blocks
+                    place(message, arrived, blocks, self.shards.dtype_of)
+            partials.append(checksums.partials())
+        self.partials = partials
+        self.digests = self.shards.digests(partials)
+        self.expected: list[dict[str, str]] = []
+        for table in tables:
+            expected = expected_of(table, whole)
+            assert self.digests[table.layout, device] == expected
+            self.expected += expected
+
+    def wrong(self) -> set[tuple[int, str]]:
+        """Return (engine rank, tensor) of each tensor that differs from the expected one."""
+        return {
+            (rank, name)
+            for rank, tensors in enumerate(self.tensors)
+            for name, tensor in tensors.items()
+            if tiled_hash(tensor) != self.expected[rank][name]
+        }
+
+
+def fits(shape: ModelShape, layout: Layout, servers: list[EngineLayout]) -> bool:
+    faults = list(holding_faults(layout.sizes, shape))
+    for server in servers:
+        faults += engine_faults(shape, server)
+    return not faults
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family(tmp_path: Path, family: str) -> None:
+    shape = load_model_shape(save_tiny_model(tmp_path, family))
+    numbers = count()
+    for layout in TRAINERS:
+        for servers in SERVERS:
+            if fits(shape, layout, servers):
+                # Servers on CPUs pad experts, and servers on GPUs do not.
+                device = ("cpu", "cuda")[next(numbers) % 2]
+                assert Update(shape, layout, servers, device=device).wrong() == set()
+    assert next(numbers) >= 2
+
+
+def test_slices_that_are_no_whole_words() -> None:
+    """Rows of 3 elements of 2 bytes, which two trainer ranks and three engine ranks hold."""
+    shape = replace(SHAPE, hidden_size=66, moe_ffn_hidden_size=6, head_dim=15)
+    update = Update(shape, Layout(tensor=2, expert_tensor=2), [EngineLayout(2)], device="cuda")
+    assert update.wrong() == set()
+    update = Update(shape, Layout(tensor=2, expert_tensor=2), [EngineLayout()], device="cuda")
+    assert update.wrong() == set()
+
+
+def owners(message: Message, name: str, server: EngineLayout, shape: ModelShape) -> set[Any]:
+    """Return (engine rank, engine tensor) of the tensors that the slices of ``name`` in a message fill."""
+    parts = EngineTensors(shape, server, "cpu").parts[name]
+    return {(part.rank, part.tensor) for part in parts if part.rank in message.column}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("fault", ["lost", "stale", "places", "bit"])
+def test_a_planted_fault_is_named(tmp_path: Path, family: str, fault: str) -> None:
+    """A message is lost, comes from the step before, has two slices in each other's place, or has another bit."""
+    shape = load_model_shape(save_tiny_model(tmp_path, family))
+    server = EngineLayout(1 if FAMILIES[family].most_engine_ranks == 1 else 2)
+    plain = Update(shape, Layout(), [server])
+    messages = plain.shards.messages
+    victim = messages[len(messages) // 2]
+    named: set[Any] = set()
+    if fault == "bit":
+        named = owners(victim, victim.slices[0].name, server, shape)
+    if fault in ("lost", "stale"):
+        for part in victim.slices:
+            named |= owners(victim, part.name, server, shape)
+    start = 0
+    pair = (victim.slices[0], 0, victim.slices[0], 0)
+    for part in victim.slices:
+        first = victim.slices[0]
+        if part.bytes == first.bytes and part.name != first.name:
+            pair = (first, 0, part, start)
+        start += part.bytes
+    if fault == "places":
+        if pair[3] == 0:
+            pytest.skip("the message has no two slices of one size")
+        named = owners(victim, pair[0].name, server, shape)
+        named |= owners(victim, pair[2].name, server, shape)
+
+    def spoil(message: Message, data: Tensor) -> Tensor | None:
+        if message != victim:
+            return data
+        if fault == "lost":
+            return None
+        spoiled = data.clone()
+        if fault == "stale":
+            return spoiled.view(DTYPE).mul_(1.5).view(torch.uint8)
+        if fault == "bit":
+            spoiled[0] ^= 1
+            return spoiled
+        size, end = pair[0].bytes, pair[3] + pair[0].bytes
+        spoiled[:size], spoiled[pair[3] : end] = data[pair[3] : end], data[:size]
+        return spoiled
+
+    wrong = Update(shape, Layout(), [server], spoil).wrong()
+    assert wrong == named
+
+
+def test_a_tensor_that_no_rank_sent_is_named() -> None:
+    update = Update(SHAPE, Layout(pipeline=2), [EngineLayout(2)])
+    with pytest.raises(IncompleteWeightsError, match=r"layers\.2\..* on engine rank"):
+        update.shards.digests(update.partials[:1])
+    with pytest.raises(IncompleteWeightsError, match="sent twice"):
+        update.shards.digests([*update.partials, update.partials[0]])
+
+
+def test_an_engine_with_another_plan_refuses() -> None:
+    class Group:
+        def rank(self) -> int:
+            return 1
+
+    with pytest.raises(OtherPlanError):
+        IncomingShards('{"facts": 1}', Group(), "name")  # type: ignore[arg-type]
+    facts = PlanFacts(Layout(), (EngineLayout(),), 1000, "bfloat16", quantized=False)
+    plan = facts.plan(SHAPE)
+    text = INSTRUCTION.dump_json(
+        INSTRUCTION.validate_python(
+            {"facts": facts, "fingerprint": "other", "address": "127.0.0.1", "port": 1}
+        )
+    ).decode()
+    incoming = IncomingShards(text, Group(), "name")  # type: ignore[arg-type]
+    with pytest.raises(OtherPlanError, match=plan.fingerprint):
+        incoming.receive(SHAPE, {}, lambda name: DTYPE)
+
+
+def test_the_steps_of_a_chain() -> None:
+    """Three servers of one rank: engine rank 0 receives from the trainer and sends on to 1, and 1 to 2."""
+    facts = PlanFacts(Layout(), (EngineLayout(),) * 3, 1 << 30, "bfloat16", quantized=False)
+    plan = facts.plan(SHAPE)
+    (message,) = plan.messages
+    assert message.column == (0, 1, 2)
+    assert steps_of(plan, 0) == [(message, 0, None), (None, 0, 2)]
+    assert steps_of(plan, 1) == [(message, 1, None), (None, 0, 3)]
+    assert steps_of(plan, 2) == [(message, 2, None)]
