@@ -205,10 +205,10 @@ def check_layout(
             f"{url}: attention_backend is {attention!r}, with which SGLang keeps attention sinks in float32; expected "
             "another, such as 'triton' (--attention-backend)"
         )
-    engine_dtype = shape.dtype if info["dtype"] == "auto" else info["dtype"]
-    if engine_dtype != dtype:
+    # With "auto", SGLang keeps a float32 model in float16.
+    if info["dtype"] != dtype:
         raise EngineMismatchError(
-            f"{url}: the engine's weights are {engine_dtype}, the trainer's {dtype}"
+            f"{url}: the engine's weights are {info['dtype']}, the trainer's {dtype}"
         )
 
 

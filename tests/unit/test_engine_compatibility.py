@@ -110,6 +110,13 @@ def test_a_layout_that_is_not_told_is_refused(field):
         check_layout("http://elsewhere", info, "float32", model_shape())
 
 
+def test_a_server_that_chooses_its_dtype_is_refused():
+    """SGLang keeps a float32 model in float16 then."""
+    info = {**SERVER_INFO, "dtype": "auto"}
+    with pytest.raises(EngineMismatchError, match="auto"):
+        check_layout("http://elsewhere", info, "float32", model_shape())
+
+
 @pytest.mark.parametrize(("status", "answers"), [(200, True), (401, True), (503, False)])
 def test_an_engine_that_refuses_does_answer(engine: Engine, status: int, answers: bool) -> None:
     engine.answers["/model_info"] = (status, "{}")
