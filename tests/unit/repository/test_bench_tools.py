@@ -1,7 +1,6 @@
-"""Figures that the benchmarks of generation and of idle time compute from measurements, and the simulation of steps."""
+"""Figures that the benchmarks of generation and of idle time compute from measurements."""
 
 import importlib.util
-import random
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -72,46 +71,3 @@ def test_prompts_are_runs_of_ids_in_the_vocabulary(generation, tmp_path):
     assert all((b - a) % 10 == 1 for ids in id_lists for a, b in pairwise(ids))
     assert work.tokens == 15
     assert work.sampling.ignore_eos
-
-
-@pytest.fixture(scope="module")
-def simulation() -> ModuleType:
-    return tool("simulate_idle")
-
-
-def steps_of(simulation, schedule, slots=1, lengths=(10.0, 10.0), **phases):
-    """Simulate four steps with one server. A token takes 1 s, training 5 s, and an update 1 s."""
-    server = simulation.Server(slots, lambda n: 1.0)
-    all_phases = simulation.Phases(5.0, 1.0, **phases)
-    return simulation.Simulation(schedule, all_phases, [server], lambda: lengths).run(4)
-
-
-def test_simulated_steps_by_hand(simulation):
-    """Two responses of 10 tokens, one after the other: 20 s of generation in a step."""
-    alone = steps_of(simulation, simulation.ON_POLICY)
-    assert alone.seconds == pytest.approx(20 + 5 + 1)
-    assert alone.trainers == pytest.approx(1 - 6 / 26)
-    assert alone.servers == pytest.approx(1 - 20 / 26)
-    # The server waits only for the update.
-    for schedule in (simulation.STALE, simulation.Schedule(staleness=1)):
-        assert steps_of(simulation, schedule).seconds == pytest.approx(20 + 1)
-    colocated = steps_of(simulation, simulation.COLOCATED, switch=2.0)
-    assert colocated.seconds == pytest.approx(20 + 2 + 5 + 1)
-
-
-def test_a_simulated_tail_is_hidden_where_updates_interrupt_it(simulation):
-    """A batch has one response of 100 tokens and seven of 10, decoded together. The long one may run for two steps."""
-    lengths = (100.0, *[10.0] * 7)
-    drained = steps_of(simulation, simulation.Schedule(staleness=1), slots=100, lengths=lengths)
-    assert drained.seconds == pytest.approx(100 + 1)
-    interrupted = steps_of(simulation, simulation.STALE, slots=100, lengths=lengths)
-    # A step waits for w s, then trains for 5 s. The long response decodes for w + 5 s of one step and w s of the next
-    # step, in which it is trained on: w + 5 + w = 100.
-    assert interrupted.seconds == pytest.approx(47.5 + 5 + 1)
-
-
-def test_the_mean_of_cut_lengths_is_the_plans(simulation):
-    mu = simulation.location(8192, 16384, 0.8)
-    rng = random.Random(0)
-    lengths = [min(16384, rng.lognormvariate(mu, 0.8)) for _ in range(100_000)]
-    assert sum(lengths) / len(lengths) == pytest.approx(8192, rel=0.01)
