@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _faults(config: TrainConfig, out: Path) -> Iterator[str]:
     """Yield the reasons why batches can't be generated into the folder ``out``."""
-    if config.rollout.replay_from is not None:
+    if config.rollout.replays:
         yield f"rollout.replay_from: got {config.rollout.replay_from!r}, expected null: batches are generated"
     for fault in missing_weights(config.model.hf_checkpoint):
         yield f"model.hf_checkpoint: {fault}"

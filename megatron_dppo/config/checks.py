@@ -105,7 +105,7 @@ def services_of(config: schema.TrainConfig) -> dict[str, Mapping[str, Any]]:
     rewards are included; their option ``url`` has the address. The result is empty for a run that replays rollouts.
     """
     services: dict[str, Mapping[str, Any]] = {}
-    if config.rollout.replay_from is not None:
+    if config.rollout.replays:
         return services
     if config.environment.name == "over-http":
         services["environment.options"] = config.environment.options
@@ -236,7 +236,7 @@ def length_faults(
 
     A run that replays rollouts has no engine, so it may use all of the model's positions.
     """
-    generates = rollout.replay_from is None
+    generates = not rollout.replays
     spare = 0
     # One position after the prompt is for a token of the response.
     prompt_spare = 1
@@ -650,7 +650,7 @@ def _overlap(rollout: schema.RolloutConfig, lora: schema.LoraConfig) -> layout.F
             "rollout.interrupt: got retract, expected drain or abort where updates send only adapters: a retracted "
             "response goes on with the adapters that it began with"
         )
-    if rollout.replay_from is not None and rollout.max_staleness:
+    if rollout.replays and rollout.max_staleness:
         yield (
             f"rollout.max_staleness: got {rollout.max_staleness} with rollout.replay_from, "
             "expected 0: nothing is generated, so nothing can overlap"
@@ -749,7 +749,7 @@ def _colocation(
             "engine.placement: got colocated with engine.urls, expected separate: servers that run elsewhere share no "
             "device with the trainer"
         )
-    elif not engine.servers_to_start and rollout.replay_from is None:
+    elif not engine.servers_to_start and not rollout.replays:
         yield (
             "engine.servers: got 0 with engine.placement colocated, expected at least 1: servers that are attached "
             "later share no device with the trainer"

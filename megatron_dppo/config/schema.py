@@ -177,6 +177,11 @@ class RolloutConfig(Section):
     """R3: replay the engine's expert choices in the trainer."""
 
     @property
+    def replays(self) -> bool:
+        """Whether the run trains on saved batches, so that it has no engine."""
+        return self.replay_from is not None
+
+    @property
     def response_timeout_s(self) -> float:
         """``request_timeout_s`` with its default filled in, s."""
         if self.request_timeout_s is not None:

@@ -102,7 +102,7 @@ def run_local(config: PolicyConfig, spec: RunSpec | None, module: str, machine: 
 
 def _server_starts(config: PolicyConfig, placement: Placement) -> ServerStarts | None:
     """Return how servers start on this machine; None for a run without servers."""
-    if not isinstance(config, TrainConfig) or config.rollout.replay_from is not None:
+    if not isinstance(config, TrainConfig) or config.rollout.replays:
         return None
     python = config.engine.python or sys.executable
     if shutil.which(python) is None:
@@ -171,7 +171,7 @@ def local_placement(config: PolicyConfig, roles: Roles, machine: Machine) -> Pla
     address = LOOPBACK
     # None: without GPUs, any number of processes share the cores.
     devices = machine.gpus or None
-    if isinstance(config, TrainConfig) and config.rollout.replay_from is None:
+    if isinstance(config, TrainConfig) and not config.rollout.replays:
         address = config.engine.host
         if config.engine.device == "cpu":
             devices = None

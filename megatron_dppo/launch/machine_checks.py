@@ -48,7 +48,7 @@ def machine_faults(config: TrainConfig, roles: Roles, machine: Machine) -> Itera
     sync = config.weight_sync
     yield from _interface_faults(config.parallel.interface)
     folders = {"run.directory": config.run.directory}
-    if config.rollout.replay_from is None:
+    if not config.rollout.replays:
         yield from _server_faults(config.engine, roles)
         if sync.strategy == "disk":
             folders["weight_sync.directory"] = sync.directory or "/dev/shm"

@@ -58,7 +58,7 @@ class FrequencyCanary:
     ) -> None:
         drops_responses = algorithm.truncated_responses == "drop"
         self._is_filtered = rollout.drop_zero_variance_groups or drops_responses
-        self._stops_run = rollout.replay_from is None and at_equal_weights
+        self._stops_run = not rollout.replays and at_equal_weights
         self._sums = dict.fromkeys(FREQUENCY_SUMS, 0.0)
         self._tokens = 0.0
         self._has_warned = False

@@ -50,7 +50,7 @@ class GapGuard:
         if is_coarse:
             default = max(default, LARGEST_GAP["bfloat16"])
         self._limit = rollout.largest_gap or default
-        self._stops_run = rollout.replay_from is None and not has_dropout
+        self._stops_run = not rollout.replays and not has_dropout
         # A warning is due above twice this gap. So the first warning is due above the upper end of the normal range.
         self._warned_gap = BY_METRIC[metric_names.GAP_ON_POLICY].upper(self._dtype) / 2
 

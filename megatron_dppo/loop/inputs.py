@@ -213,7 +213,7 @@ class RunData:
         problems as the replayed run.
         """
         drops = self._config.data.on_bad_answer == "drop"
-        if self._config.rollout.replay_from is not None and not drops:
+        if self._config.rollout.replays and not drops:
             return bad_answers(self._sets, self._config.reward, scores=False)
         known_faults = handed_over(self.answer_check_inputs)
         if known_faults is None:
@@ -226,7 +226,7 @@ class RunData:
         With ``reward.column``, each reward is tried on problems that it scores. Empty for a run that replays rollouts,
         because it scores nothing.
         """
-        if self._config.rollout.replay_from is not None:
+        if self._config.rollout.replays:
             return []
         max_tokens = self._config.rollout.max_response_tokens
         files = self._config.data.train_files
@@ -265,7 +265,7 @@ class RunData:
     def _check_set_size(self) -> None:
         """Raise DataError if a step would train on a problem twice. A run that replays draws no problems."""
         prompts_per_step = self._config.rollout.prompts_per_step
-        if len(self.train) >= prompts_per_step or self._config.rollout.replay_from is not None:
+        if len(self.train) >= prompts_per_step or self._config.rollout.replays:
             return
         raise DataError(
             f"{len(self.train)} of {self.train.records} training problems are left "

@@ -83,7 +83,7 @@ def open_spool(
     """
     rollout = config.rollout
     folder = None
-    if config.checkpoint.keep_responses and rollout.replay_from is None:
+    if config.checkpoint.keep_responses and not rollout.replays:
         folder = Path(config.run.directory) / SPOOL_FOLDER
 
     def oldest_version(step: int) -> int:

@@ -41,7 +41,7 @@ def active_line(
         parts.append(rollout.interrupt)
     if placement != "separate":
         parts.append(placement)
-    if rollout.replay_from is not None:
+    if rollout.replays:
         parts.append(f"replaying {rollout.replay_from}")
     parts += [layout.describe(), dtype]
     return "active: " + ", ".join(part for part in parts if part)

@@ -46,7 +46,7 @@ class Roles:
     def of(cls, config: PolicyConfig) -> Roles:
         """Return the roles of a run. They do not depend on the model. A supervised run has ranks alone."""
         ranks = config.parallel.world_size
-        if not isinstance(config, TrainConfig) or config.rollout.replay_from is not None:
+        if not isinstance(config, TrainConfig) or config.rollout.replays:
             return cls(ranks)
         engine = config.engine
         servers = engine.servers_to_start

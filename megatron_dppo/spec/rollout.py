@@ -50,7 +50,7 @@ class RolloutSpec:
             longest_evaluated=config.environment.longest(prompt, evaluated_turn) - prompt,
             topk=carried_topk(algorithm, rollout.topk_log_probs, shape.vocab_size),
             routing=rollout.router_replay,
-            replays=rollout.replay_from is not None,
+            replays=rollout.replays,
         )
 
     @property

@@ -84,7 +84,7 @@ class ServersSpec:
             "enable_deterministic_inference": engine.deterministic,
         }
         return cls(
-            started=engine.servers_to_start if rollout.replay_from is None else 0,
+            started=engine.servers_to_start if not rollout.replays else 0,
             urls=tuple(engine.urls),
             device=device,
             layout=EngineLayout.of_options(config.sglang),

@@ -238,7 +238,7 @@ def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
     """
     config = question.config
     cluster = question.cluster
-    if not config.engine.servers_to_start or config.rollout.replay_from is not None:
+    if not config.engine.servers_to_start or config.rollout.replays:
         yield cluster.gpus, 0, 1
         return
     half_node = max(1, cluster.gpus_per_node // 2)

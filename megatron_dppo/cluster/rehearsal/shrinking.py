@@ -354,7 +354,7 @@ def _replaced_parts(
         yield Omission("model.hf_checkpoint", NO_TOKENIZER)
     if config.lora.start_from is not None:
         yield Omission("lora.start_from", "adapters of the real model do not fit the tiny one")
-    if config.rollout.replay_from is not None:
+    if config.rollout.replays:
         yield Omission(
             "rollout.replay_from", "batches of the real model; a server generates instead"
         )
