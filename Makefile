@@ -5,7 +5,7 @@ RUN_IN_VENV = $(if $(shell grep -sx kind=cpu .venv/.installed),CUDA_VISIBLE_DEVI
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo demo-tools arena slurm-demo gpu-check test test-second test-slow lint types unit docs mutants failpoints flips chaos soak clean
+.PHONY: help setup demo demo-tools demo-distil arena slurm-demo gpu-check test test-second test-slow lint types unit docs mutants failpoints flips chaos soak clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -18,6 +18,9 @@ demo: setup  ## the whole loop on a tiny model: report in runs/demo (also SEED=2
 
 demo-tools: setup  ## it learns to use a calculator over three turns: report in runs/demo-tools (also TASK=python, by a sandbox; and as demo)
 	@$(RUN_IN_VENV) -m megatron_dppo demo --task $(or $(TASK),calculator) --directory $(or $(DIRECTORY),runs/demo-tools) $(if $(SEED),--seed $(SEED)) $(OVERRIDES)
+
+demo-distil: setup  ## it learns from a teacher's scores of its own tokens, without rewards: report in runs/demo-distil (also as demo)
+	@$(RUN_IN_VENV) -m megatron_dppo demo --task distillation --directory $(or $(DIRECTORY),runs/demo-distil) $(if $(SEED),--seed $(SEED)) $(OVERRIDES)
 
 slurm-demo: setup  ## a real Slurm of four nodes on this machine: the tiny recipe with R3 is submitted, restarted by its time limit, finished
 	@$(RUN_IN_VENV) -m examples.tiny_moe.slurm_demo $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from examples.arena.mismatches import MISMATCHES, Mismatch
 from examples.arena.readings import reading_of
-from examples.arena.sampler import PolicyCopy, Sampled
+from examples.arena.sampler import PolicyCopy, Sampled, Teacher
 from examples.arena.tasks import TASKS, Task
 from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.table import carried_topk
@@ -65,8 +65,12 @@ class Lab:
                 entropy=True,
                 topk_gradient=algorithm.preset.centers,
                 squares=algorithm.needs_sum_squares,
+                teacher_topk=config.distillation.top_k > 0,
             ),
         )
+        self._teacher = None
+        if task.teacher is not None:
+            self._teacher = Teacher(task.teacher, config.distillation.top_k)
         self.learner = Learner(config, self.trainer, algorithm, self._topk)
         self._problems = ProblemSampler(len(task.prompts), config.run.seed)
         sources = gather_plan(self.trainer.shape, self.trainer.layout)
@@ -135,6 +139,8 @@ class Lab:
             versions = np.full(t.sampled, version, np.int32)
             trajectories.append(t.with_columns(weight_version=versions))
             scores.append(Score(task.reward(problem, t.response_ids)))
+        if self._teacher is not None:
+            trajectories = self._teacher.scored(trajectories, sampled.ids)
         return with_rewards(
             trajectories,
             scores,
@@ -175,6 +181,8 @@ def configured(task: Task, mismatch: Mismatch, changes: Sequence[str]) -> TrainC
     """Return the lab's configuration for ``task``. ``changes``: overrides, in the form ``key.path=value``."""
     # The lab reads no data files, but a configuration needs data.train.
     placed = [f"model.hf_checkpoint={task.checkpoint}", f"data.train={CONFIG}"]
+    if task.teacher is not None:
+        placed.append(f"distillation.teachers.teacher.hf_checkpoint={task.teacher}")
     engine = [f"rollout.router_replay={str(mismatch.replays).lower()}"]
     if mismatch.blocks:
         engine.append("engine.quantization=fp8")
@@ -214,6 +222,7 @@ KEPT = (
     metric_names.ROUTING_AGREEMENT_FIRST,
     metric_names.RESPONSE_LENGTH,
     metric_names.GRAD_NORM,
+    metric_names.TEACHER_GAP,
 )
 """Metrics that are kept of each step. Figures and verdicts use only these metrics and ``errors_by_mu``."""
 

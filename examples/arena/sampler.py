@@ -7,7 +7,7 @@ its arithmetic, its age or its routing. The changed copy samples the tokens, and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from examples.arena.mismatches import Mismatch, Rounding
 from megatron_dppo.block_fp8 import dequantize, quantize
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor.rounding import activations_in_block_fp8, bfloat16
 from megatron_dppo.model.quantization import is_quantized
 
@@ -39,13 +40,48 @@ class Sampled:
     experts: np.ndarray | None = None
 
 
+class Teacher:
+    """The model in ``folder``, in float32. ``topk``: K of its scores; 0: only the sampled tokens are scored."""
+
+    def __init__(self, folder: Path, topk: int) -> None:
+        self._model = _model_of(folder)
+        self._topk = topk
+
+    @torch.no_grad()
+    def scored(self, trajectories: Sequence[Trajectory], ids: np.ndarray) -> list[Trajectory]:
+        """Return the trajectories with the teacher's columns. ``ids`` [B, S + N]: their tokens and padding after them.
+
+        The padding has no effect on the scores of the tokens before it.
+        """
+        logits = self._model(torch.from_numpy(ids)).logits[:, :-1].float()
+        log_probs = logits.log_softmax(-1)
+        scored: list[Trajectory] = []
+        for row, trajectory in enumerate(trajectories):
+            sampled = np.flatnonzero(trajectory.loss_mask)
+            # The logits at a position are of the next token.
+            own = log_probs[row, sampled - 1]
+            tokens = torch.from_numpy(ids[row, sampled])
+            columns = {"teacher_log_probs": own.gather(1, tokens[:, None])[:, 0].numpy()}
+            if self._topk:
+                best = own.topk(self._topk)
+                columns["teacher_topk_ids"] = best.indices.int().numpy()
+                columns["teacher_topk_log_probs"] = best.values.numpy()
+            scored.append(trajectory.with_columns(**columns))
+        return scored
+
+
+def _model_of(folder: Path) -> PreTrainedModel:
+    """Return the model of a Hugging Face folder, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
 class PolicyCopy:
     """The model in ``folder`` under ``mismatch``. ``update`` gives it the trainer's weights."""
 
     def __init__(self, folder: Path, mismatch: Mismatch) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True
-        ).eval()
+        self._model = _model_of(folder)
         self._mismatch = mismatch
         self._tensors = self._model.state_dict()
         self.vocab_size = int(self._model.config.vocab_size)

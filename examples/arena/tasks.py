@@ -16,7 +16,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +48,7 @@ class Task:
         reward: scores a response.
         end: id of the token that ends a response; None: all responses have ``tokens`` tokens.
         settings: overrides of the run's configuration, in the form ``key.path=value``.
+        teacher: Hugging Face folder of a teacher; None: the policy learns from rewards alone.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Task:
     reward: Reward
     end: int | None = None
     settings: Sequence[str] = ()
+    teacher: Path | None = None
 
 
 # --- rare
@@ -215,6 +217,18 @@ def moe() -> Task:
     return _arithmetic("moe", material, material.warm_checkpoint)
 
 
+def moe_taught() -> Task:
+    """Return ``moe`` with the teacher of the demo ``distillation``."""
+    material = prepare(1, task="distillation")
+    task = _arithmetic("moe-taught", material, material.warm_checkpoint)
+    return replace(task, teacher=material.teacher)
+
+
+def moe_wide_taught() -> Task:
+    """Return ``moe-wide`` with the same teacher."""
+    return replace(moe_wide(), name="moe-wide-taught", teacher=moe_taught().teacher)
+
+
 def moe_wide() -> Task:
     material = prepare(1)
     folder = MATERIAL / "moe-wide"
@@ -281,6 +295,8 @@ TASKS: dict[str, Callable[[], Task]] = {
     "longer": longer,
     "moe": moe,
     "moe-wide": moe_wide,
+    "moe-taught": moe_taught,
+    "moe-wide-taught": moe_wide_taught,
 }
 
 

@@ -3,7 +3,7 @@
 The demo prepares model and data, trains with DPPO and compares the results with targets. ``make demo`` runs this
 command::
 
-    megatron-dppo demo [--task sums|calculator|python] [--seed N] [--directory runs/demo] [key.path=value ...]
+    megatron-dppo demo [--task sums|distillation|calculator|python] [--seed N] [--directory runs/demo] [key.path=value ...]
 
 An interrupted demo resumes. The folder of a finished demo is renamed, and a new demo starts.
 """
@@ -81,6 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     material = prepare(options.seed, overrides=trainer_overrides(gpus), task=options.task)
     directory = Path(options.directory)
     set_aside(directory, options.seed, options.overrides, recipe)
+    teacher = []
+    if task.has_teacher:
+        teacher = [f"distillation.teachers.dense.hf_checkpoint={material.teacher}"]
     command = [
         sys.executable,
         "-m",
@@ -91,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"model.hf_checkpoint={material.warm_checkpoint}",
         f"data.train={material.train}",
         f"data.evaluation.held_out={material.held_out}",
+        *teacher,
         *overrides,
     ]
     shown_command = " ".join(["python", *command[1:]])

@@ -23,6 +23,9 @@ seed or overrides have changed.
 The model is a random Qwen3-MoE of 1.1 million parameters with a tokenizer of numbers, as a Hugging Face folder. It has
 the features of its family: 8 experts, 2 per token, grouped-query attention, normalised queries and keys, an output
 layer that is not tied to the embedding.
+
+The task ``distillation`` has the problems and the policy of ``sums``, and a teacher in ``teacher/``: a dense Qwen3 of
+0.25 million parameters with the same tokenizer, which has imitated worked-out responses alone.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -220,6 +223,19 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.05,
 }
 """With two layers, and with larger initial weights than usual, the model learns the task in fewer steps."""
+TEACHER_SHAPE: dict[str, Any] = {
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 288,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
+    "rope_theta": 10_000.0,
+    "initializer_range": 0.05,
+}
+TEACHER_STEPS = 300
 
 
 @dataclass(frozen=True)
@@ -234,6 +250,7 @@ class DemoTask:
         gain: smallest expected gain of held-out accuracy.
         longest_s: most seconds that the demo, with the warm start, should take on two quiet cores.
         root: folder of the material of all seeds.
+        has_teacher: whether the policy learns from a teacher.
     """
 
     recipe: str
@@ -243,6 +260,7 @@ class DemoTask:
     gain: float
     longest_s: int
     root: Path
+    has_teacher: bool = False
 
 
 def _tool_task(name: str, call: str) -> DemoTask:
@@ -258,16 +276,18 @@ def _tool_task(name: str, call: str) -> DemoTask:
     )
 
 
+_SUMS = DemoTask(
+    recipe="config.yaml",
+    expressions=expressions,
+    pairs=sum_pairs,
+    words=WORDS,
+    gain=0.25,
+    longest_s=600,
+    root=Path("runs/tiny_moe/material"),
+)
 TASKS = {
-    "sums": DemoTask(
-        recipe="config.yaml",
-        expressions=expressions,
-        pairs=sum_pairs,
-        words=WORDS,
-        gain=0.25,
-        longest_s=600,
-        root=Path("runs/tiny_moe/material"),
-    ),
+    "sums": _SUMS,
+    "distillation": replace(_SUMS, recipe="distillation.yaml", has_teacher=True),
     "calculator": _tool_task("calculator", "? {}"),
     "python": _tool_task("python", "{{ print({}) }}"),
 }
@@ -297,20 +317,29 @@ def make_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(folder: Path, seed: int, words: Sequence[str] = WORDS) -> int:
-    """Write the checkpoint of a random model into ``folder``; return the number of parameters."""
+def make_model(
+    folder: Path,
+    seed: int,
+    words: Sequence[str] = WORDS,
+    shape: Mapping[str, Any] = SHAPE,
+    family: str = "qwen3_moe",
+) -> int:
+    """Write the checkpoint of a random model into ``folder``; return the number of parameters.
+
+    ``family``: the name of the model's type in transformers.
+    """
     # Import here, so that a demo with existing material needs no torch.
     import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     tokenizer = make_tokenizer(words)
     torch.manual_seed(seed)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3MoeConfig(
-        vocab_size=len(words), **SHAPE, **ids, bos_token_id=None, dtype=torch.float32
+    config = AutoConfig.for_model(
+        family, vocab_size=len(words), **shape, **ids, bos_token_id=None, dtype=torch.float32
     )
-    model = Qwen3MoeForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -348,6 +377,11 @@ class Material:
         """The policy that RL starts from: a Hugging Face folder."""
         return self.folder / "warm"
 
+    @property
+    def teacher(self) -> Path:
+        """The teacher of the task ``distillation``: a Hugging Face folder."""
+        return self.folder / "teacher"
+
 
 def prepare(
     seed: int, root: Path | None = None, overrides: Sequence[str] = (), task: str = "sums"
@@ -366,7 +400,10 @@ def prepare(
             shutil.rmtree(folder, ignore_errors=True)
             _make(folder, seed, overrides, task)
             (folder / STAMP).write_text(json.dumps(made_from, indent=1) + "\n")
-    return Material(folder)
+        material = Material(folder)
+        if TASKS[task].has_teacher and not material.teacher.exists():
+            _make_teacher(material, seed, overrides)
+    return material
 
 
 def _make(folder: Path, seed: int, overrides: Sequence[str], task: str) -> None:
@@ -376,7 +413,8 @@ def _make(folder: Path, seed: int, overrides: Sequence[str], task: str) -> None:
     print(f"material: lines of data: {lines}", flush=True)
     parameters = make_model(folder / "random", seed, TASKS[task].words)
     print(f"material: a random Qwen3-MoE of {parameters:,} parameters", flush=True)
-    _warm_start(folder, seed, overrides)
+    print("material: supervised warm start", flush=True)
+    _imitate(folder, "warm", folder / "random", folder / "warm_start.jsonl", seed, overrides)
     print(f"material: {folder} made in {time.monotonic() - start_time:.0f} s", flush=True)
 
 
@@ -393,9 +431,27 @@ def _stamp(folder: Path) -> object:
     return None
 
 
-def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
-    print("material: supervised warm start", flush=True)
-    run = folder / "warm_start"
+def _make_teacher(material: Material, seed: int, overrides: Sequence[str]) -> None:
+    """Make the model that imitates worked-out responses to the training problems."""
+    print("material: the teacher learns", flush=True)
+    problems = [json.loads(line)["prompt"] for line in material.train.read_text().splitlines()]
+    rng = random.Random(seed)
+    pairs: list[Pair] = []
+    for expression in rng.choices(problems, k=WARM_START_PAIRS):
+        pairs.append({"prompt": expression, "response": worked_out(expression)})
+    data = material.folder / "teacher.jsonl"
+    _write(data, pairs)
+    start = material.folder / "teacher_start"
+    make_model(start, seed, WORDS, TEACHER_SHAPE, "qwen3")
+    settings = (f"run.steps={TEACHER_STEPS}", "parallel.expert=1", *overrides)
+    _imitate(material.folder, "teacher", start, data, seed, settings)
+
+
+def _imitate(
+    folder: Path, name: str, checkpoint: Path, data: Path, seed: int, overrides: Sequence[str]
+) -> None:
+    """Train ``checkpoint`` on the pairs of ``data`` by warm_start.yaml, and put the result at ``folder/name``."""
+    run = folder / f"{name}_run"
     command = [
         sys.executable,
         "-m",
@@ -403,8 +459,8 @@ def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
         str(WARM_START),
         f"run.directory={run}",
         f"run.seed={seed}",
-        f"model.hf_checkpoint={folder / 'random'}",
-        f"data.train={folder / 'warm_start.jsonl'}",
+        f"model.hf_checkpoint={checkpoint}",
+        f"data.train={data}",
         *overrides,
     ]
     # The matrices are too small for two threads.
@@ -413,8 +469,8 @@ def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
     if code in INTERRUPTED_CODES:
         raise SystemExit(code)
     if code != 0:
-        raise SystemExit(f"the warm start ended with exit code {code}; its output is above")
-    (run / "hf").rename(folder / "warm")
+        raise SystemExit(f"the supervised run ended with exit code {code}; its output is above")
+    (run / "hf").rename(folder / name)
 
 
 def run_to_the_end(

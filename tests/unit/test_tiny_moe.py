@@ -197,11 +197,13 @@ def calls(monkeypatch):
     """Replace the warm start by a folder at the place of its result. Returns the list of its calls."""
     recorded_calls = []
 
-    def stand_in(folder, seed, overrides):
+    def stand_in(folder, name, checkpoint, data, seed, overrides):
         recorded_calls.append((seed, list(overrides)))
-        (folder / "warm").mkdir()
+        assert checkpoint.is_dir()
+        assert data.is_file()
+        (folder / name).mkdir()
 
-    monkeypatch.setattr(prepare_module, "_warm_start", stand_in)
+    monkeypatch.setattr(prepare_module, "_imitate", stand_in)
     return recorded_calls
 
 
@@ -213,6 +215,18 @@ def test_material_is_made_once(tmp_path, calls, capsys):
     assert prepare(1, tmp_path) == material
     assert calls == [(1, [])]
     assert "is there" in capsys.readouterr().out
+
+
+def test_a_teacher_is_made_beside_the_policy_that_another_task_has_made(tmp_path, calls):
+    assert not prepare(1, tmp_path).teacher.exists()
+    material = prepare(1, tmp_path, task="distillation")
+    assert material.teacher.is_dir()
+    assert calls == [(1, []), (1, ["run.steps=300", "parallel.expert=1"])]
+    pairs = read(material.folder / "teacher.jsonl")
+    assert {p["prompt"] for p in pairs} <= {p["prompt"] for p in read(material.train)}
+    assert all(p["response"] == worked_out(p["prompt"]) for p in pairs[:100])
+    assert prepare(1, tmp_path, task="distillation") == material
+    assert len(calls) == 2
 
 
 def test_another_seed_lies_beside_and_other_overrides_make_it_anew(tmp_path, calls):
@@ -235,7 +249,7 @@ def test_material_that_was_interrupted_is_made_again(tmp_path, calls):
 
 def test_a_failed_warm_start_ends_the_demo_and_leaves_nothing_finished(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_module, "SUPERVISED", "megatron_dppo.no_such_module")
-    with pytest.raises(SystemExit, match="the warm start ended with exit code 1"):
+    with pytest.raises(SystemExit, match="the supervised run ended with exit code 1"):
         prepare(1, tmp_path)
     assert not (tmp_path / "seed-1" / "made_from.json").exists()
 
@@ -328,6 +342,7 @@ def test_a_demo_ends_with_a_verdict(changes, line):
 def test_each_task_says_how_long_it_takes():
     assert {name: task.longest_s for name, task in TASKS.items()} == {
         "sums": 600,
+        "distillation": 600,
         "calculator": 900,
         "python": 900,
     }
