@@ -445,6 +445,13 @@ class Trajectory:
         """A copy with ``columns`` added or replaced."""
         return replace(self, columns={**self.columns, **columns})
 
+    def extended(self, **columns: Any) -> Self:
+        """A copy with ``columns`` added that belong to the response's origin, so the stamp has their digests too."""
+        copy = self.with_columns(**columns)
+        if self.stamp is None:
+            return copy
+        return replace(copy, stamp=replace(self.stamp, digests=copy.digests()))
+
     def without(self, *names: str) -> Self:
         """A copy without these columns, or the trajectory itself if it has none of them."""
         if self.columns.keys().isdisjoint(names):

@@ -16,6 +16,9 @@ from megatron_dppo.data.columns import check_log_probs, check_topk
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.engine.protocol import decode_base64
 
+_ROUNDING = 0.05
+"""Largest difference in nats between two log-probabilities of one token in one answer."""
+
 
 @dataclass(frozen=True)
 class ScoredTokens:
@@ -74,10 +77,11 @@ class ScoredTokens:
         check_log_probs(log_probs, "log-probabilities")
         columns = {"teacher_log_probs": log_probs}
         if self.top_k:
-            columns |= self._topk(meta, rows)
+            columns |= self._topk(meta, log_probs)
         return columns
 
-    def _topk(self, meta: dict[str, Any], rows: int) -> dict[str, np.ndarray]:
+    def _topk(self, meta: dict[str, Any], of_tokens: np.ndarray) -> dict[str, np.ndarray]:
+        rows = len(of_tokens)
         shape = tuple(meta["input_top_logprobs_shape"])
         # The row of the prompt's last token is a null, and is counted, but not sent.
         if meta["input_top_logprobs_null_prefix"] != 1 or shape != (rows, self.top_k):
@@ -90,4 +94,24 @@ class ScoredTokens:
         ids[is_foreign] = -1
         log_probs[is_foreign] = 0.0
         check_topk(ids, log_probs, "the answer")
+        self._check_agreement(of_tokens, ids, log_probs)
         return {"teacher_topk_ids": ids, "teacher_topk_log_probs": log_probs}
+
+    def _check_agreement(
+        self, of_tokens: np.ndarray, ids: np.ndarray, log_probs: np.ndarray
+    ) -> None:
+        """Raise ValueError if a token's log-probability is not the one that TopK has for it, or is larger than all of a
+        TopK without the token: then the rows belong to other tokens.
+        """
+        tokens = np.asarray(self.token_ids[self.start :], np.int32)
+        is_token = ids == tokens[:, None]
+        limits = np.where(ids >= 0, log_probs, np.inf).min(axis=1)
+        limits = np.where(is_token.any(axis=1), (log_probs * is_token).sum(axis=1), limits)
+        excess = of_tokens - limits
+        is_wrong = (excess > _ROUNDING) | (is_token.any(axis=1) & (excess < -_ROUNDING))
+        if is_wrong.any():
+            position = int(is_wrong.argmax())
+            raise ValueError(
+                f"token {position} has {of_tokens[position]:.4g}, but {limits[position]:.4g} by the Top-K of its row: "
+                "the rows belong to other tokens"
+            )

@@ -219,6 +219,24 @@ class FleetClient:
         self._suspects.clear(requests)
         return results
 
+    async def ask(self, question: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
+        """Return the answer of the least loaded server to ``question``, which sends one call with the server's client.
+
+        Raises the errors of ``generate``.
+        """
+        await self._wait_until_served()
+        active = self._least_loaded()
+        active.in_flight += 1
+        try:
+            return await breakable(question(active.client), active.calls)
+        except errors.EngineLostError as error:
+            await self._probe()
+            if not active.suspended:
+                raise errors.AbortedError(str(error)) from error
+            raise self._loss_error(str(error)) from error
+        finally:
+            active.in_flight -= 1
+
     async def abort(self, rid: str, count: int) -> None:
         await self._abort_on_each(methodcaller("abort", rid, count))
 
@@ -294,12 +312,15 @@ class FleetClient:
     async def _call_directly(
         self, requests: Sequence[GenerationRequest], rid: str
     ) -> list[Trajectory]:
+        return await self._call_server(self._least_loaded(), requests, rid)
+
+    def _least_loaded(self) -> ActiveServer:
+        """Return the server with the fewest requests of this client. Raises EngineLostError if no server is left."""
         live = self._live()
         if not live:
             raise self._no_server_error()
         # Balance this client's own calls: without a router no client sees the calls of other ranks.
-        least_loaded = min(live, key=attrgetter("in_flight"))
-        return await self._call_server(least_loaded, requests, rid)
+        return min(live, key=attrgetter("in_flight"))
 
     async def _call_server(
         self, active: ActiveServer, requests: Sequence[GenerationRequest], rid: str

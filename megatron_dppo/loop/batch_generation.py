@@ -19,9 +19,11 @@ from megatron_dppo.loop.rollout_sources import (
 from megatron_dppo.loop.run_parts import generation_job, open_episodes
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.spool import ResponseSpool
+from megatron_dppo.loop.teachers import TeacherPrompts, TeacherScores
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.spec import RunSpec
+from megatron_dppo.trainer.collectives import on_rank_0
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.trainer.trainer import Trainer
 
@@ -43,6 +45,7 @@ class BatchGeneration:
 
     Attributes:
         engine: the fleet of servers; None in a run that replays saved batches.
+        teachers: score the responses of batches; None without teachers, and in a run that replays saved batches.
         scorer: scores the responses of batches and of evaluations.
         job: template of every generation, without problems.
         source: the batches: generated ones, or the saved ones of ``rollout.replay_from``.
@@ -67,6 +70,11 @@ class BatchGeneration:
                 config, spec, trainer, stop, fence.check_together, data.place_of
             )
             self.engine = stack.enter_context(session)
+        self.teachers: TeacherScores | None = None
+        if self.engine is not None and spec.teachers:
+            prompts = TeacherPrompts(config, data)
+            self.teachers = TeacherScores(config, spec, prompts, self.engine.record, stop)
+            stack.callback(self.teachers.close)
         self.scorer = Scorer.of(config, data)
         # Only leaders score responses, so only they need reward workers.
         if trainer.topology.is_leader:
@@ -90,7 +98,10 @@ class BatchGeneration:
     ) -> RolloutSource:
         problems = data.train.problems
         if self.engine is None:
-            return ReplayedRollouts(config.rollout, topology, problems, sampler, data.origin())
+            top_k = config.distillation.top_k if config.distillation.teachers else None
+            return ReplayedRollouts(
+                config.rollout, topology, problems, sampler, data.origin(), top_k
+            )
         return GeneratedRollouts(
             config.rollout,
             config.algorithm,
@@ -105,7 +116,15 @@ class BatchGeneration:
             episodes=self._episodes,
             credit=config.environment.credit,
             spool=spool,
+            teachers=self.teachers,
         )
+
+    def connect(self) -> None:
+        """Wait for the servers, those of teachers too, and check them. Collective."""
+        if self.engine is not None:
+            self.engine.connect()
+        if self.teachers is not None:
+            on_rank_0(self.teachers.check)
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Send the trainer's weights to the servers as ``version``. Collective.

@@ -180,6 +180,11 @@ class EngineSession:
             raise FencedError(fault)
         self._fence()
 
+    @property
+    def record(self) -> RecordClient:
+        """This rank's client of the server registry."""
+        return self._record
+
     def __enter__(self) -> Self:
         return self
 

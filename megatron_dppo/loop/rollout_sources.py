@@ -42,6 +42,7 @@ from megatron_dppo.loop.ownership import announce, own_positions, owner
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import ComponentSums, ScoredGeneration
 from megatron_dppo.loop.spool import ResponseSpool
+from megatron_dppo.loop.teachers import TeacherScores, require_columns
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank
@@ -146,6 +147,7 @@ class GeneratedRollouts:
     ``job``: a template of generation jobs. Each round sets its own problems, and purpose and positions of the seeds.
     ``steps``: number of steps of the run. ``episodes``: the episodes that ``job`` plays, or None.
     ``credit``: ``environment.credit``. ``spool``: stores the scored responses for restarted ranks, or None.
+    ``teachers``: score every response, or None.
     """
 
     rollout: RolloutConfig
@@ -161,6 +163,7 @@ class GeneratedRollouts:
     episodes: Episodes | None = None
     credit: Credit = "trajectory"
     spool: ResponseSpool | None = None
+    teachers: TeacherScores | None = None
     _drafts: deque[_Draft] = field(default_factory=deque)
     _newest_step: int = 0
     """The newest step whose generation has begun."""
@@ -258,7 +261,13 @@ class GeneratedRollouts:
         if self.spool is not None:
             spool_part = self.spool.part(draft.step, positions)
         draft.generation = ScoredGeneration(
-            self.engine, self.scorer, job, description, order=draft.step, part=spool_part
+            self.engine,
+            self.scorer,
+            job,
+            description,
+            order=draft.step,
+            part=spool_part,
+            teachers=self.teachers,
         )
 
     def _draw(self, step: int, round_: int, count: int) -> list[int]:
@@ -342,6 +351,8 @@ class GeneratedRollouts:
             figures[metric_names.TOKENS], draft.seconds, draft.waited_s
         )
         figures |= self._idle_shares()
+        if self.teachers is not None:
+            figures |= self.teachers.take_figures()
         if self._quota.filtering:
             figures |= rollout_figures.selection_figures(draft.rows, selection, draft.rounds)
             self._warn_of_filling(draft, selection)
@@ -396,7 +407,8 @@ class ReplayedRollouts:
     """Reads the batches that an earlier run saved (``rollout.save``) in the folder ``rollout.replay_from``.
 
     Each leader reads exactly the trajectories that it would have generated. The batches are compared with the training
-    ``problems`` that ``sampler`` draws, and with the prompts of ``origin``.
+    ``problems`` that ``sampler`` draws, and with the prompts of ``origin``. ``top_k``: ``distillation.top_k``, or None
+    without teachers.
     """
 
     def __init__(
@@ -406,8 +418,10 @@ class ReplayedRollouts:
         problems: Sequence[Problem],
         sampler: Sampler,
         origin: Origin,
+        top_k: int | None = None,
     ) -> None:
         assert rollout.replay_from is not None
+        self._top_k = top_k
         self._folder = Path(rollout.replay_from)
         self._rollout = rollout
         self._topology = topology
@@ -460,6 +474,10 @@ class ReplayedRollouts:
         # The loss columns belong to the run that saved the batch, so they are not read.
         trajectories = saved.read(positions, without=LOSS_COLUMNS)
         self._check_prompts(step, trajectories)
+        if self._top_k is not None:
+            place = f"rollout.replay_from: the batch of step {step} in {self._folder}"
+            for trajectory in trajectories[:1]:
+                require_columns(trajectory.columns, self._top_k, place)
         return trajectories, saved.seal
 
     def wait_before_update(self, version: int) -> None:

@@ -232,9 +232,8 @@ class Run:
 
     def begin(self) -> None:
         """Send the trainer's weights to the servers and evaluate the start policy."""
-        if self.generation.engine is not None:
-            with self.timer("start"), patience("waiting for the servers"):
-                self.generation.engine.connect()
+        with self.timer("start"), patience("waiting for the servers"):
+            self.generation.connect()
         self._log_active()
         self._check_files()
         self._begin_records()

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data.thoughts import TurnText
@@ -22,6 +22,10 @@ from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError
 if TYPE_CHECKING:
     from megatron_dppo.config.schema import TrainConfig
     from megatron_dppo.loop.inputs import RunData
+    from megatron_dppo.loop.teachers import TeacherScore
+
+_TEACHER = "a teacher"
+"""Name of a teacher's scores among the rewards, which have names of the configuration."""
 
 PlaceOf = Callable[[Sequence[int]], str | None]
 """Tokens of a prompt -> file and line of the prompt's problem; None if no problem has this prompt."""
@@ -36,12 +40,14 @@ class PendingScore:
         weights: the weight of each reward of the run, by its name.
         problem: the problem that the response answers; None if no reward is computed.
         place_of: finds the problem in the data, for errors.
+        teacher: the scores of the problem's teacher; None without a teacher, or if the response has them.
     """
 
     scores: Mapping[str, Future[Score]]
     weights: Mapping[str, float]
     problem: Problem | None = None
     place_of: PlaceOf | None = None
+    teacher: Future[TeacherScore] | None = None
 
     @classmethod
     def known(cls, score: Score) -> Self:
@@ -56,18 +62,21 @@ class PendingScore:
 
         The call may come from any thread. After an error of a score there is no call.
         """
-        remaining_names = set(self.scores)
+        futures: dict[str, Future[Any]] = dict(self.scores)
+        if self.teacher is not None:
+            futures[_TEACHER] = self.teacher
+        remaining_names = set(futures)
         lock = threading.Lock()
 
-        def on_score(name: str, _: Future[Score]) -> None:
+        def on_score(name: str, _: Future[Any]) -> None:
             with lock:
                 remaining_names.discard(name)
                 is_last = not remaining_names
-            if is_last and not any(map(_has_failed, self.scores.values())):
+            if is_last and not any(map(_has_failed, futures.values())):
                 callback(self.result())
 
-        for name, score in self.scores.items():
-            score.add_done_callback(partial(on_score, name))
+        for name, future in futures.items():
+            future.add_done_callback(partial(on_score, name))
 
     def result(self) -> Score:
         """Wait for all scores and return their weighted sum. A refusal begins with the problem's file and line.
@@ -82,9 +91,19 @@ class PendingScore:
             except VerifierError as error:
                 raise VerifierError(f"{self._place()}reward {name}: {error}") from error
         score = weighted_sum(scores, self.weights)
+        if self.teacher is not None:
+            reason = self.teacher.result().unavailable
+            if reason is not None and score.refusal is None:
+                return Score.without_value(reason)
         if score.refusal is not None:
             return replace(score, refusal=self._place() + score.refusal)
         return score
+
+    def completed(self, response: Trajectory) -> Trajectory:
+        """Return the response with its teacher's columns, once ``result`` has a value."""
+        if self.teacher is None:
+            return response
+        return response.extended(**self.teacher.result().columns)
 
     def _place(self) -> str:
         """Return file and line of the problem, or else its id, with a colon; empty without a problem."""
@@ -98,7 +117,7 @@ class PendingScore:
         return f"{place}: "
 
 
-def _has_failed(score: Future[Score]) -> bool:
+def _has_failed(score: Future[Any]) -> bool:
     return score.cancelled() or score.exception() is not None
 
 

@@ -16,6 +16,7 @@ from megatron_dppo.fleet.generation import Generation, GenerationJob, OnResponse
 from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.loop.scorer import PendingScore, Scorer
 from megatron_dppo.loop.spool import StepPart
+from megatron_dppo.loop.teachers import TeacherScores
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.rewards import RewardInput, RewardUnavailableError
 from megatron_dppo.rewards.verifier import Score, require
@@ -83,6 +84,7 @@ class ScoredGeneration:
         description: text of the progress bar.
         order: an open generation with a lower order is served before a generation with a higher order.
         part: stores each scored response in the spool, and returns the stored responses; None without a spool.
+        teachers: score each response, too; None without teachers, and in evaluations.
         gather: gathers a value of every rank. A program of one process, without process groups, has another function.
     """
 
@@ -95,8 +97,10 @@ class ScoredGeneration:
         order: int = 0,
         part: StepPart | None = None,
         gather: Callable[[Any], list[Any]] = all_gather_json,
+        teachers: TeacherScores | None = None,
     ) -> None:
         self._gather = gather
+        self._teachers = teachers
         self._engine = engine
         self._scorer = scorer
         self._job = job
@@ -110,7 +114,7 @@ class ScoredGeneration:
             for key, (response, score) in part.found(job.problems).items():
                 stored_responses[key] = response
                 self._scores[key] = PendingScore.known(score)
-        on_response = score_on_arrival(scorer, job, self._scores, part)
+        on_response = score_on_arrival(scorer, job, self._scores, part, teachers)
         self._generation = engine.start(job, description, on_response, order, stored_responses)
         # Sums over the generations before the latest round of replacements.
         self._earlier_seconds = 0.0
@@ -196,9 +200,11 @@ class ScoredGeneration:
             self._replace(replaced_keys, rounds + 1)
             self.wait(version, mixes=mixes)
         final_scores = list(scores.values())
-        rewarded_responses = reward_responses(
-            self._job, self._responses, final_scores, algorithm, credit
-        )
+        responses = [
+            self._scores[key].completed(response)
+            for key, response in zip(keys, self._responses, strict=True)
+        ]
+        rewarded_responses = reward_responses(self._job, responses, final_scores, algorithm, credit)
         self._count(final_scores)
         return rewarded_responses
 
@@ -213,7 +219,7 @@ class ScoredGeneration:
         for key, response in zip(job.keys(), self._responses, strict=True):
             if key not in replaced_keys:
                 scored_responses[key] = response
-        on_response = score_on_arrival(self._scorer, job, self._scores, self._part)
+        on_response = score_on_arrival(self._scorer, job, self._scores, self._part, self._teachers)
         self._earlier_seconds = self.seconds
         self._earlier_redrawn = self.redrawn
         self._earlier_timed_out = self.timed_out
@@ -259,10 +265,11 @@ def score_on_arrival(
     job: GenerationJob,
     scores: dict[Hashable, PendingScore],
     part: StepPart | None = None,
+    teachers: TeacherScores | None = None,
 ) -> OnResponse:
     """Return the callback that starts to score each response, and stores the pending score in ``scores``.
 
-    ``part`` stores each response in the spool when its score is known.
+    ``part`` stores each response in the spool when its score is known. ``teachers`` score it, too.
     """
 
     # Use a closure, not a method of ScoredGeneration. A ScoredGeneration holds the engine's generation, which holds the
@@ -277,7 +284,17 @@ def score_on_arrival(
             scores[key] = scorer.submit(problem, text)
         else:
             scores[key] = PendingScore.known(Score(0.0))
+        if teachers is not None:
+            scores[key] = replace(scores[key], teacher=teachers.submit(problem, response))
         if part is not None:
-            scores[key].when_done(partial(part.keep, key, response))  # type: ignore[arg-type]
+            scores[key].when_done(partial(_keep, part, key, response, scores[key]))
 
     return on_response
+
+
+def _keep(
+    part: StepPart, key: Hashable, response: Trajectory, pending: PendingScore, score: Score
+) -> None:
+    """Store a response with its teacher's columns, if it has a score to train on."""
+    if score.unavailable is None:
+        part.keep(key, pending.completed(response), score)  # type: ignore[arg-type]

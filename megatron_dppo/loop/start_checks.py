@@ -11,6 +11,7 @@ from megatron_dppo.loop import input_hashes, inputs
 from megatron_dppo.loop.resuming import check_damage, check_fresh_start
 from megatron_dppo.loop.run_identity import identity_of
 from megatron_dppo.loop.run_state import RunState, changes_of, settings_of
+from megatron_dppo.loop.teachers import TeacherPrompts
 from megatron_dppo.metrics import records
 from megatron_dppo.rewards.checked_answers import hand_over
 from megatron_dppo.system.errors import RunError
@@ -47,6 +48,9 @@ def data_and_resume_faults(
             # Each check has its own block, so that the next check runs even if this check finds a fault.
             with _noting(faults, "run.resume"):
                 check_resume(config, data.train.sha256)
+            if config.distillation.teachers and not config.rollout.replay_from:
+                with _noting(faults, "distillation"):
+                    TeacherPrompts(config, data)
             if any(fault.startswith(_NEEDED_FOR_SCORES) for fault in known_faults):
                 return faults
             with _noting(faults, "reward"):

@@ -157,6 +157,14 @@ TEACHER_MASKED = _metric(
 TEACHER_TOPK_MASS = _metric(
     "distillation/topk_mass", "mean mass of p_T on TopK(p_T)", TRAINED_TOKENS
 )
+TEACHER_SECONDS = _metric(
+    "distillation/seconds",
+    "seconds since the last batch in which a leader's teachers had responses to score, largest of all leaders",
+)
+TEACHER_SPEED = _metric(
+    "distillation/tokens_per_second",
+    "tokens that the teachers have read since the last batch, prompts included, / distillation/seconds",
+)
 POSITIVE = _metric("mask/tokens_positive", "trained tokens with A > 0")
 NEGATIVE = _metric("mask/tokens_negative", "trained tokens with A < 0")
 MASKED = _metric("mask/masked", "tokens that the mask blocks")

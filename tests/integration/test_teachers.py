@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from megatron_dppo.config import load_config
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.batch_file import SavedBatch
+from megatron_dppo.data.problems import load_tokenizer
+from megatron_dppo.data.records import DataError
+from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.engine.client import HttpClient
+from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.token_scores import ScoredTokens
+from megatron_dppo.loop.inputs import RunData
+from megatron_dppo.loop.teachers import require_columns
+from megatron_dppo.metrics.records import read_records
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.ports import free_port
 from tests.integration.kept_fleet import config_of
+from tests.integration.runs import TrainingRun, write_material
 from tests.integration.shared_launcher import shared_runtime
 from tests.patience import wait_healthy
 from tests.tiny_models import save_tiny_model
@@ -92,3 +106,136 @@ def test_scores_are_the_models_own_log_probabilities(
         np.testing.assert_allclose(
             columns["teacher_topk_log_probs"], best.values, atol=1e-5, rtol=0
         )
+
+
+def test_rows_of_other_tokens_are_refused(url: str) -> None:
+    """A server that answers for the token before each token, as a fault of one row would, is noticed by its Top-K."""
+    tokens = SEQUENCES[2]
+    scored = ScoredTokens(tokens, 5, top_k=64, vocabulary=512)
+
+    async def ask() -> bytes:
+        async with HttpClient(url, KEY) as client:
+            return await client.request("POST", "/generate", scored.body())
+
+    with AsyncRunner() as runner:
+        answer = orjson.loads(runner.run(ask()))
+    meta = answer["meta_info"]
+    entries = meta["input_token_logprobs"]
+    meta["input_token_logprobs"] = [entries[0], entries[-1], *entries[1:-1]]
+    with pytest.raises(EngineAnswerError, match="the rows belong to other tokens"):
+        scored.read(orjson.dumps(answer), url)
+    meta["input_token_logprobs"] = entries[:-1]
+    with pytest.raises(EngineAnswerError, match=f"{len(entries) - 1} entries, expected"):
+        scored.read(orjson.dumps(answer), url)
+
+
+def test_ids_outside_the_policys_vocabulary_are_left_out(url: str) -> None:
+    scored = ScoredTokens(SEQUENCES[1], 5, top_k=20, vocabulary=256)
+
+    async def ask() -> bytes:
+        async with HttpClient(url, KEY) as client:
+            return await client.request("POST", "/generate", scored.body())
+
+    with AsyncRunner() as runner:
+        columns = scored.read(runner.run(ask()), url)
+    ids = columns["teacher_topk_ids"]
+    assert ids.max() < 256
+    assert (ids == -1).any()
+    assert (columns["teacher_topk_log_probs"][ids == -1] == 0).all()
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration with a teacher of another size, "big", and its own start policy as a second one, "same"."""
+    folder = tmp_path_factory.mktemp("distillation")
+    path = write_material(folder, "qwen3")
+    save_tiny_model(folder / "teacher", "qwen3", seed=9, layers=3, hidden=96)
+    tree = yaml.safe_load(path.read_text())
+    tree["parallel"] = {"world_size": 1}
+    tree["run"]["steps"] = 2
+    tree["distillation"] = {
+        "teachers": {
+            "big": {"hf_checkpoint": str(folder / "teacher")},
+            "same": {
+                "hf_checkpoint": str(folder / "model"),
+                "prompt_template": "{prompt} is {answer}; hint: {hint}",
+                "max_prompt_tokens": 64,
+            },
+        },
+        "loss": "reverse",
+        "top_k": 5,
+    }
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    for number, line in enumerate(lines):
+        metadata = {"teacher": ("big", "same")[number % 2], "hint": f"number {number}"}
+        lines[number] = json.dumps(json.loads(line) | {"metadata": metadata})
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def teacher_prompt(config: TrainConfig, problem: Problem) -> list[int] | None:
+    """Return the prompt of the teacher "same" for a problem; None for the problems of "big"."""
+    if problem.metadata["teacher"] == "big":
+        return None
+    text = f"{problem.prompt} is {problem.answer}; hint: {problem.metadata['hint']}"
+    tokenizer = load_tokenizer(config.model.hf_checkpoint)
+    messages = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.first
+def test_a_run_with_two_teachers(material: Path) -> None:
+    """Two steps, the death of a teacher's server, two more: each response has its teacher's own log-probabilities."""
+    config = load_config(material)
+    folder = material.parent
+    with TrainingRun(material, "run.steps=4") as run:
+        run.wait_for_step(1)
+        run.find("teacher-big-0-1.yaml").kill()
+        run.finish()
+    assert (run.directory / "logs" / "teacher-big-0-2.log").is_file()
+    assert not (run.directory / "logs" / "teacher-same-0-2.log").exists()
+    data = RunData(config)
+    problems = {problem.problem_id: problem for problem in data.train.problems}
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
+        for name in ("teacher", "model")
+    }
+    seen = set()
+    for step in range(1, 5):
+        for response in SavedBatch(run.directory / "rollouts", step).read(range(32)):
+            problem = problems[response.problem_id]
+            prompt = teacher_prompt(config, problem)
+            seen.add(problem.metadata["teacher"])
+            reference = models["teacher" if prompt is None else "model"]
+            start = len(response.prompt_ids) if prompt is None else len(prompt)
+            own_prompt = response.prompt_ids.tolist() if prompt is None else prompt
+            tokens = (*own_prompt, *response.response_ids.tolist())
+            expected = log_probs_of(reference, tokens)[start - 1 :]
+            of_tokens = expected.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
+            columns = response.columns
+            np.testing.assert_allclose(columns["teacher_log_probs"], of_tokens, atol=1e-5, rtol=0)
+            best = expected.topk(5, dim=-1)
+            np.testing.assert_allclose(
+                columns["teacher_topk_log_probs"], best.values, atol=1e-5, rtol=0
+            )
+            assert response.stamp is not None
+            assert {"teacher_log_probs", "teacher_topk_ids"} <= response.stamp.digests.keys()
+    assert seen == {"big", "same"}
+    rows = read_records(run.directory)
+    assert rows[-1]["distillation/tokens_per_second"] > 0
+    replay = f"rollout.replay_from={run.directory / 'rollouts'}"
+    with TrainingRun(material, replay, f"run.directory={folder / 'replayed'}") as again:
+        again.finish()
+    assert not list(again.directory.glob("logs/*teacher*"))
+
+
+def test_a_plain_batch_has_no_scores_to_replay() -> None:
+    with pytest.raises(DataError, match="has no teacher_log_probs, expected a batch of a run"):
+        require_columns({}, 0, "batch")
+    ids = np.zeros((3, 4), np.int32)
+    columns = {"teacher_log_probs": ids, "teacher_topk_ids": ids, "teacher_topk_log_probs": ids}
+    require_columns(columns, 4, "batch")
+    with pytest.raises(DataError, match=r"has 4 of a teacher's ids .*top_k = 5"):
+        require_columns(columns, 5, "batch")

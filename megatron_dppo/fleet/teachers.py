@@ -1,0 +1,226 @@
+"""The servers of a teacher, as one rank asks them: which are there, calls with repetitions, and checks at the start.
+
+A server that dies or hangs is reported to the supervisor, and its calls are sent to another server or, after a restart,
+to its next incarnation. No weight update reaches these servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from megatron_dppo.config.schema import EngineConfig
+from megatron_dppo.engine import errors
+from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION
+from megatron_dppo.engine.running_server import check_engine
+from megatron_dppo.engine.token_scores import ScoredTokens
+from megatron_dppo.fleet.client import FleetClient
+from megatron_dppo.fleet.endpoint import RecordClient
+from megatron_dppo.fleet.membership import Member, client_of
+from megatron_dppo.fleet.record import Server, attached_name
+from megatron_dppo.spec import TeacherSpec
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 4
+"""Largest number of attempts at the scores of one sequence."""
+_PAUSE_S = 1.0
+"""Pause between two attempts, and between two looks at the registry."""
+_LOOK_S = 10.0
+"""Seconds between two looks for a server that is missing while others are there."""
+_LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 1.0}
+"""Largest difference in nats between two scores of a token that rounding explains, by the teacher's dtype: a server
+computes in another order if it scores several sequences together."""
+
+
+class TeacherClient:
+    """Scores tokens on the servers of one teacher, from one event loop; ``close`` it.
+
+    Args:
+        teacher: the teacher.
+        record: client of the server registry.
+        engine: settings of the servers.
+        request_timeout_s: longest time of one attempt.
+        concurrency: largest number of sequences in flight.
+        stop: returns whether the run is stopping, so that nothing waits for servers.
+    """
+
+    def __init__(
+        self,
+        teacher: TeacherSpec,
+        record: RecordClient,
+        engine: EngineConfig,
+        *,
+        request_timeout_s: float,
+        concurrency: int,
+        stop: Callable[[], bool],
+    ) -> None:
+        self.name = teacher.name
+        self._teacher = teacher
+        self._record = record
+        self._engine = engine
+        self._request_timeout_s = request_timeout_s
+        self._stop = stop
+        self._slots = asyncio.Semaphore(concurrency)
+        self._fleet = FleetClient(record.report_lost)
+        self._members: list[Member] = []
+        self._looked_at = 0.0
+        self._looking = asyncio.Lock()
+        self._pending = 0
+        self._watch: asyncio.Task[NoReturn] | None = None
+
+    async def score(self, tokens: ScoredTokens) -> dict[str, np.ndarray]:
+        """Return the columns of ``tokens``.
+
+        Raises EngineRequestError if a server refuses the request, and another EngineError if all attempts fail, or if
+        no server is there within ``engine.start_timeout_s``.
+        """
+        async with self._slots:
+            self._pending += 1
+            if self._watch is None or self._watch.done():
+                self._watch = asyncio.create_task(self._keep_watch())
+            try:
+                return await self._score(tokens)
+            finally:
+                self._pending -= 1
+                if not self._pending:
+                    self._watch.cancel()
+
+    async def _score(self, tokens: ScoredTokens) -> dict[str, np.ndarray]:
+        for attempt in range(1, _ATTEMPTS + 1):
+            await self.wait_for_server()
+            try:
+                async with asyncio.timeout(self._request_timeout_s):
+                    return await self._fleet.ask(lambda client: _scores(client, tokens))
+            except errors.EngineRequestError:
+                raise
+            except (errors.EngineError, TimeoutError) as error:
+                reason = str(error) or f"no answer within {self._request_timeout_s:g} s"
+                if attempt == _ATTEMPTS:
+                    raise errors.EngineLostError(f"{attempt} attempts: {reason}") from error
+                log.info("teacher %s is asked again: %s", self.name, reason)
+            await asyncio.sleep(_PAUSE_S)
+        raise AssertionError("unreachable")
+
+    async def wait_for_server(self) -> None:
+        """Wait until a server of the teacher is there. Raises EngineLostError after ``engine.start_timeout_s``."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._engine.start_timeout_s
+        while True:
+            await self._look()
+            if self._fleet.has_servers:
+                return
+            if self._stop():
+                raise errors.EngineLostError("the run stops while no server is there")
+            if loop.time() > deadline:
+                raise errors.EngineLostError(
+                    f"no server within {self._engine.start_timeout_s:g} s (engine.start_timeout_s)"
+                )
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _look(self) -> None:
+        """Use the servers that are published now and the attached ones, without those that do not answer."""
+        async with self._looking:
+            losses = self._fleet.take_losses()
+            is_due = asyncio.get_running_loop().time() > self._looked_at + _LOOK_S
+            if self._fleet.has_servers and not losses and (self._is_complete or not is_due):
+                return
+            self._members = [m for m in self._members if m.server.name not in losses]
+            published = await asyncio.to_thread(self._record.teachers)
+            urls = self._teacher.servers.urls
+            servers = [server for server in published if server.teacher == self.name]
+            servers += [Server(attached_name(url), url, origin="config") for url in urls]
+            members: list[Member] = []
+            for server in servers:
+                member = Member.of(server, self._record.keys(server), self._engine)
+                # A server that hangs is published until the supervisor has killed it.
+                if member in self._members or await _is_generating(member):
+                    members.append(member)
+            if members != self._members or losses:
+                await self._fleet.serve(members, FIRST_WEIGHT_VERSION)
+            self._members = members
+            self._looked_at = asyncio.get_running_loop().time()
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether all servers of the configuration are used."""
+        servers = self._teacher.servers
+        return len(self._members) == servers.started + len(servers.urls)
+
+    async def _keep_watch(self) -> NoReturn:
+        """Report servers that hang, while sequences are in flight."""
+        while True:
+            with suppress(errors.EngineLostError):
+                await self._fleet.watch(self._engine.hang_timeout_s)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def check(self, sequences: Sequence[ScoredTokens]) -> None:
+        """Compare the servers with the teacher's model, and measure how equal their scores of one sequence are.
+
+        ``sequences``: the first is scored alone, and together with the others. Raises EngineMismatchError for a server
+        of another model.
+        """
+        await self.wait_for_server()
+        for member in self._members:
+            async with client_of(member) as client:
+                await check_engine(self._teacher.model, self._teacher.servers, client)
+                await self._check_folder(client)
+                if sequences:
+                    await self._measure(client, sequences)
+
+    async def _check_folder(self, client: EngineClient) -> None:
+        """Raise EngineMismatchError if the server loaded a folder with another name than ``hf_checkpoint``'s."""
+        info = await client.get_json("/model_info")
+        folder = Path(str(info.get("model_path")))
+        expected = Path(str(self._teacher.servers.options["model_path"]))
+        if folder.name != expected.name:
+            raise errors.EngineMismatchError(
+                f"{client.url} serves {folder}, expected {expected} "
+                f"(distillation.teachers.{self.name}.hf_checkpoint) or a folder of this name"
+            )
+
+    async def _measure(self, client: EngineClient, sequences: Sequence[ScoredTokens]) -> None:
+        alone = await _scores(client, sequences[0])
+        together = await asyncio.gather(*(_scores(client, tokens) for tokens in sequences))
+        differences = alone["teacher_log_probs"] - together[0]["teacher_log_probs"]
+        largest = float(np.abs(differences).max())
+        log.info(
+            "teacher %s at %s: the same tokens have log-probabilities that differ by at most %.2g",
+            self.name,
+            client.url,
+            largest,
+        )
+        bound = _LARGEST_DIFFERENCE[self._teacher.model.dtype]
+        if largest > bound:
+            log.warning(
+                "teacher %s at %s: the same tokens, scored alone and beside others, have log-probabilities that "
+                "differ by %.2g, expected at most %g in %s: its signal is as noisy",
+                self.name,
+                client.url,
+                largest,
+                bound,
+                self._teacher.model.dtype,
+            )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._fleet.close()
+
+
+async def _is_generating(member: Member) -> bool:
+    async with client_of(member) as client:
+        return await client.is_generating()
+
+
+async def _scores(client: EngineClient, tokens: ScoredTokens) -> dict[str, np.ndarray]:
+    """Return the columns of ``tokens`` as one server computes them. Raises the errors of ``request`` and ``read``."""
+    payload = await client.request("POST", "/generate", tokens.body(), timeout_s=None)
+    client.note_answer()
+    return tokens.read(payload, client.url)
