@@ -19,7 +19,7 @@ from megatron_dppo.loop.rollout_sources import (
 from megatron_dppo.loop.run_parts import generation_job, open_episodes
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.spool import ResponseSpool
-from megatron_dppo.loop.teachers import TeacherPrompts, TeacherScores
+from megatron_dppo.loop.teachers import TeacherPrompts, Teachers
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.spec import RunSpec
@@ -70,10 +70,10 @@ class BatchGeneration:
                 config, spec, trainer, stop, fence.check_together, data.place_of
             )
             self.engine = stack.enter_context(session)
-        self.teachers: TeacherScores | None = None
+        self.teachers: Teachers | None = None
         if self.engine is not None and spec.teachers:
             prompts = TeacherPrompts(config, data)
-            self.teachers = TeacherScores(config, spec, prompts, self.engine.record, stop)
+            self.teachers = Teachers(config, spec, prompts, self.engine.record, stop)
             stack.callback(self.teachers.close)
         self.scorer = Scorer.of(config, data)
         # Only leaders score responses, so only they need reward workers.

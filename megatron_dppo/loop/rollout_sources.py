@@ -42,7 +42,7 @@ from megatron_dppo.loop.ownership import announce, own_positions, owner
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import ComponentSums, ScoredGeneration
 from megatron_dppo.loop.spool import ResponseSpool
-from megatron_dppo.loop.teachers import TeacherScores, require_columns
+from megatron_dppo.loop.teachers import Teachers, require_columns
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank
@@ -163,7 +163,7 @@ class GeneratedRollouts:
     episodes: Episodes | None = None
     credit: Credit = "trajectory"
     spool: ResponseSpool | None = None
-    teachers: TeacherScores | None = None
+    teachers: Teachers | None = None
     _drafts: deque[_Draft] = field(default_factory=deque)
     _newest_step: int = 0
     """The newest step whose generation has begun."""

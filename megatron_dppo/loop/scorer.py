@@ -22,7 +22,7 @@ from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError
 if TYPE_CHECKING:
     from megatron_dppo.config.schema import TrainConfig
     from megatron_dppo.loop.inputs import RunData
-    from megatron_dppo.loop.teachers import TeacherScore
+    from megatron_dppo.loop.teachers import TeacherAnswer
 
 _TEACHER = "a teacher"
 """Name of a teacher's scores among the rewards, which have names of the configuration."""
@@ -47,7 +47,7 @@ class PendingScore:
     weights: Mapping[str, float]
     problem: Problem | None = None
     place_of: PlaceOf | None = None
-    teacher: Future[TeacherScore] | None = None
+    teacher: Future[TeacherAnswer] | None = None
 
     @classmethod
     def known(cls, score: Score) -> Self:

@@ -16,7 +16,7 @@ from megatron_dppo.fleet.generation import Generation, GenerationJob, OnResponse
 from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.loop.scorer import PendingScore, Scorer
 from megatron_dppo.loop.spool import StepPart
-from megatron_dppo.loop.teachers import TeacherScores
+from megatron_dppo.loop.teachers import Teachers
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.rewards import RewardInput, RewardUnavailableError
 from megatron_dppo.rewards.verifier import Score, require
@@ -97,7 +97,7 @@ class ScoredGeneration:
         order: int = 0,
         part: StepPart | None = None,
         gather: Callable[[Any], list[Any]] = all_gather_json,
-        teachers: TeacherScores | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         self._gather = gather
         self._teachers = teachers
@@ -265,7 +265,7 @@ def score_on_arrival(
     job: GenerationJob,
     scores: dict[Hashable, PendingScore],
     part: StepPart | None = None,
-    teachers: TeacherScores | None = None,
+    teachers: Teachers | None = None,
 ) -> OnResponse:
     """Return the callback that starts to score each response, and stores the pending score in ``scores``.
 

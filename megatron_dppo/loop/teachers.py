@@ -37,7 +37,7 @@ _CHECKED_TOP_K = 64
 
 
 @dataclass(frozen=True)
-class TeacherScore:
+class TeacherAnswer:
     """The columns of one response. ``unavailable``: the reason why its teacher has no scores; None if it has them."""
 
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -155,7 +155,7 @@ def _check_tokens(
             )
 
 
-class TeacherScores:
+class Teachers:
     """Asks the teachers for the scores of one rank's responses; ``close`` it.
 
     Args:
@@ -202,11 +202,11 @@ class TeacherScores:
         for client in self._clients.values():
             self._runner.run(client.check(sequences))
 
-    def submit(self, problem: Problem, response: Trajectory) -> Future[TeacherScore]:
+    def submit(self, problem: Problem, response: Trajectory) -> Future[TeacherAnswer]:
         """Start to score a response to ``problem``; returns at once."""
         return self._runner.submit(self._score(problem, response))
 
-    async def _score(self, problem: Problem, response: Trajectory) -> TeacherScore:
+    async def _score(self, problem: Problem, response: Trajectory) -> TeacherAnswer:
         client = self._clients[self._prompts.teacher_of(problem)]
         prompt = self._prompts.of(problem)
         if not self._open:
@@ -216,14 +216,14 @@ class TeacherScores:
             branches = response.branches
             parts = await asyncio.gather(*(self._columns(client, b, prompt) for b in branches))
         except EngineError as error:
-            return TeacherScore(unavailable=f"teacher {client.name}: {error}")
+            return TeacherAnswer(unavailable=f"teacher {client.name}: {error}")
         finally:
             self._open -= 1
             if not self._open:
                 self._busy_s += time.monotonic() - self._busy_since
         self._tokens += response.length
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        return TeacherScore(columns)
+        return TeacherAnswer(columns)
 
     async def _columns(
         self, client: TeacherClient, branch: Trajectory, prompt: tuple[int, ...] | None
