@@ -117,6 +117,20 @@ SETTINGS = {
             ("w8a8-unquantised", "none", "beside the two others, without FP8"),
         )
     },
+    **{
+        name: Setting(task, mismatch, (steps, f"optimizer.lr={rate}", "distillation.rewards=false", *changes), reason)
+        for name, task, mismatch, steps, rate, changes, reason in (
+            ("taught-stale", "moe-taught", "stale-8", "run.steps=40", "2e-4", (),
+             "a teacher's log p_T - log pi is the advantage; old weights sample"),
+            ("taught-flips", "moe-taught", "flips", "run.steps=40", "3e-4", (),
+             "the same, half of the tokens routed to another last expert in each layer"),
+            ("taught-fp8", "moe-wide-taught", "w8a8", FEW_STEPS, "3e-4", (),
+             "the same, linear layers and experts in block FP8"),
+            ("taught-reverse", "moe-taught", "stale-8", "run.steps=40", "2e-4",
+             ("distillation.loss=reverse", "distillation.top_k=8"),
+             "KL(pi || p_T) at each token in place of an advantage; old weights sample"),
+        )
+    },
 }  # fmt: skip
 
 
