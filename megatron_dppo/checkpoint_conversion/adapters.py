@@ -13,12 +13,7 @@ from typing import Any
 import torch
 
 from megatron_dppo.checkpoint_conversion import hf_folder, tensor_store, torch_dist
-from megatron_dppo.checkpoint_conversion.certificate import (
-    Certificate,
-    TensorHashes,
-    other_dtypes,
-    source_certificate,
-)
+from megatron_dppo.checkpoint_conversion.certificate import Certificate, TensorHashes, other_dtypes
 from megatron_dppo.checkpoint_conversion.peft_deltas import PEFT_PREFIX, Factors, PeftDeltas
 from megatron_dppo.checkpoint_conversion.streaming import Progress
 from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
@@ -419,17 +414,13 @@ def merge_adapters(
     OLoRA), W is the result of ``residual``. Raises CheckpointError if the adapters do not fit the model, or are no LoRA
     that can be merged; then no files are left.
     """
-    shape = load_model_shape(hf_dir)
     folder = Path(peft_dir)
     config = _read_config(folder)
     with (
-        torch_dist.CheckedReader(
-            hf_folder.SafetensorsReader(hf_dir), source_certificate(hf_dir)
-        ) as base,
+        torch_dist.open_source(hf_dir) as (shape, base),
         PeftDeltas(folder, config, shape) as deltas,
     ):
         _check_merge(folder, config, deltas, shape)
-        tensor_store.check_store(base, shape, str(hf_dir))
         names = [*hf_tensors(shape), *carried_names(shape, base.specs)]
         specs = tensor_store.packed_specs(shape, {name: base.specs[name] for name in names})
         hashes = TensorHashes()

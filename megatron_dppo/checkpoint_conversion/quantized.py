@@ -24,10 +24,10 @@ from megatron_dppo.checkpoint_conversion.hf_folder import (
     SafetensorsReader,
     ShardedWriter,
 )
-from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec, check_store
+from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
+from megatron_dppo.checkpoint_conversion.torch_dist import open_source
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.quantization import (
     SCALE_SUFFIX,
@@ -211,12 +211,11 @@ def quantize_folder(
     """Write the Hugging Face folder ``hf_dir`` as a folder with block-FP8 weights; return the tensors written.
 
     An engine with ``engine.quantization: fp8`` receives exactly these tensors. ``progress`` is called with the bytes
-    that were read. Raises CheckpointError, and LayoutError if a matrix has a width that is no multiple of 128.
+    that were read. Raises CheckpointError, MismatchError if a tensor differs from the folder's certificate, and
+    LayoutError if a matrix has a width that is no multiple of 128.
     """
-    shape = load_model_shape(hf_dir)
-    check_block_widths(shape, EngineLayout())
-    with SafetensorsReader(hf_dir) as reader:
-        check_store(reader, shape, str(hf_dir))
+    with open_source(hf_dir) as (shape, reader):
+        check_block_widths(shape, EngineLayout())
         specs: dict[str, TensorSpec] = {}
         for name, dims in stored_tensors(hf_tensors(shape)).items():
             if name not in reader.specs:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,12 +26,13 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     Certificate,
     TensorHashes,
     load_certificate,
+    source_certificate,
 )
 from megatron_dppo.checkpoint_conversion.dist_reading import Box, StoredBlocks, StoredTensor
 from megatron_dppo.checkpoint_conversion.hf_folder import SINGLE, SafetensorsReader
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.model.errors import CheckpointError, MismatchError
-from megatron_dppo.model.families import family_of, layers_are_alike
+from megatron_dppo.model.families import family_of, layers_are_alike, load_model_shape
 from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import (
@@ -454,6 +456,20 @@ def open_checkpoint(folder: str | Path) -> CheckedReader:
     if certificate.form == "huggingface":
         return CheckedReader(SafetensorsReader(folder), certificate)
     return CheckedReader(TorchDistCheckpoint(folder, certificate.shape), certificate)
+
+
+@contextmanager
+def open_source(hf_dir: str | Path) -> Iterator[tuple[ModelShape, CheckedReader]]:
+    """Open a Hugging Face folder whose weights a conversion rewrites; yield the model's shape and its tensors.
+
+    Raises ModelError unless the tensors are those of config.json, with one dtype, and not of 8 or 4 bits. If the folder
+    has a certificate, reads raise MismatchError for a tensor that was altered since.
+    """
+    shape = load_model_shape(hf_dir)
+    with CheckedReader(SafetensorsReader(hf_dir), source_certificate(hf_dir)) as reader:
+        tensor_store.check_store(reader, shape, str(hf_dir))
+        tensor_store.check_tied_copy(reader, shape, str(hf_dir))
+        yield shape, reader
 
 
 def tensor_digests(folder: str | Path, part: int = 0, parts: int = 1) -> dict[str, str]:

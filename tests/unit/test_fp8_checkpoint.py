@@ -99,3 +99,18 @@ def test_a_model_with_other_widths_is_refused(
     assert convert.main(["hf-to-fp8", "--hf", str(hf), "--out", str(tmp_path / "out")]) == 2
     assert "128" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_differs_from_the_certificate_is_not_quantised(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf_to_megatron(plain, tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf")
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    command = ["hf-to-fp8", "--hf", str(tmp_path / "hf"), "--out", str(tmp_path / "out")]
+    assert convert.main(command) != 0
+    assert "SHA-256" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
