@@ -3,7 +3,8 @@
 The demo prepares model and data, trains with DPPO and compares the results with targets. ``make demo`` runs this
 command::
 
-    megatron-dppo demo [--task sums|distillation|calculator|python] [--seed N] [--directory runs/demo] [key.path=value ...]
+    megatron-dppo demo [--task sums|distillation|calculator|python] [--seed N] [--directory runs/demo] \\
+        [key.path=value ...]
 
 An interrupted demo resumes. The folder of a finished demo is renamed, and a new demo starts.
 """
