@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from megatron_dppo.engine.changes import Changes
     from megatron_dppo.engine.checksums import EnginePart, EngineTensors
-    from megatron_dppo.engine.shards import IncomingShards
+    from megatron_dppo.engine.shards import IncomingShards, MessagePlacements
     from megatron_dppo.model.mapping import Segment
 
 log = logging.getLogger(__name__)
@@ -206,6 +206,8 @@ class TensorPlaces:
         self.blocks: dict[Segment, list[tuple[Tensor, bool]]] = defaultdict(list)
         """For each block that the rank holds: views of its places, with the block's shape, and whether the engine holds
         1 + the block. The block's ``local_start`` is 0."""
+        self.placements: MessagePlacements = {}
+        """What updates in shards have found out about their messages."""
         flat_tensors = self._flat(table.sizes[rank], held_tensors)
         self._device = next(iter(flat_tensors.values())).device
         filled_tensors: set[str] = set()
@@ -528,7 +530,7 @@ class DirectLoader:
             return table.sent_dtype(name, shards.dtype)
 
         self._kept += shards.receive(
-            table.shape, places.blocks, dtype_of, keeps_whole=self._keeps_buckets
+            table.shape, places.blocks, dtype_of, places.placements, keeps_whole=self._keeps_buckets
         )
 
     def _prepare(self) -> None:

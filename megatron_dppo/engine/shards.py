@@ -154,31 +154,95 @@ def slices_in(message: Message, data: Tensor, dtype_of: DtypeOf) -> Iterator[tup
         yield part, chunk.view(dtype_of(part.name)).view(part.shape)
 
 
-def place(message: Message, data: Tensor, blocks: Blocks, dtype_of: DtypeOf) -> None:
-    """Copy the slices of a message to their places."""
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    for part, received in slices_in(message, data, dtype_of):
-        for block, adds_one in blocks[part.block]:
-            target = part.of_block(block)
+class MessagePlacement:
+    """The copies that place a message in an engine rank's tensors.
+
+    Slices that follow each other in the message and in an engine tensor are one copy of bytes.
+
+    Args:
+        message: the message.
+        blocks: the places of the blocks.
+        dtype_of: the dtype of each tensor.
+    """
+
+    def __init__(self, message: Message, blocks: Blocks, dtype_of: DtypeOf) -> None:
+        self.message = message
+        self._runs: list[_Run] = []
+        """Copies of bytes."""
+        self._others: list[tuple[Slice, int, torch.dtype, Tensor, bool]] = []
+        """Other slices: the slice, its first byte in the message, its dtype, its place, and whether 1 is added."""
+        start = 0
+        for part in message.slices:
+            dtype = dtype_of(part.name)
+            for block, adds_one in blocks[part.block]:
+                target = part.of_block(block)
+                if adds_one or target.dtype != dtype or not target.is_contiguous():
+                    self._others.append((part, start, dtype, target, adds_one))
+                else:
+                    self._add_run(start, target.view(-1).view(torch.uint8))
+            start += part.bytes
+
+    def _add_run(self, start: int, target: Tensor) -> None:
+        if self._runs:
+            last = self._runs[-1]
+            is_next = last.start + last.target.numel() == start
+            joined = adjacent([last.target, target]) if is_next else None
+            if joined is not None:
+                self._runs[-1] = _Run(last.start, joined)
+                return
+        self._runs.append(_Run(start, target))
+
+    def place(self, data: Tensor) -> None:
+        """Copy the flat bytes of the message to their places."""
+        targets = [run.target for run in self._runs]
+        sources = [run.of(data) for run in self._runs]
+        for part, start, dtype, target, adds_one in self._others:
+            received = data[start : start + part.bytes].view(dtype).view(part.shape)
             targets.append(target)
             sources.append(received.to(target.dtype) + 1 if adds_one else received)
-    torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, sources)
+
+    def apply(self, changes: Changes) -> None:
+        """Apply changes of the message to the weights that the engine holds."""
+        first_target = self._runs[0].target if self._runs else self._others[0][3]
+        data = torch.empty(self.message.bytes, dtype=torch.uint8, device=first_target.device)
+        targets = [run.of(data) for run in self._runs]
+        sources = [run.target for run in self._runs]
+        for part, start, dtype, target, adds_one in self._others:
+            if not adds_one:
+                targets.append(data[start : start + part.bytes].view(dtype).view(part.shape))
+                sources.append(target)
+        torch._foreach_copy_(targets, sources)
+        apply_changes(data, changes)
+        self.place(data)
 
 
-def _apply(message: Message, changes: Changes, blocks: Blocks, dtype_of: DtypeOf) -> None:
-    """Apply changes of a message to the weights that the engine holds."""
-    device = next(iter(blocks.values()))[0][0].device
-    data = torch.empty(message.bytes, dtype=torch.uint8, device=device)
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    for part, present in slices_in(message, data, dtype_of):
-        block = next(block for block, adds_one in blocks[part.block] if not adds_one)
-        targets.append(present)
-        sources.append(part.of_block(block))
-    torch._foreach_copy_(targets, sources)
-    apply_changes(data, changes)
-    place(message, data, blocks, dtype_of)
+class _Run(NamedTuple):
+    """Bytes of a message that go to one run of bytes in an engine tensor: the first byte, and the run."""
+
+    start: int
+    target: Tensor
+
+    def of(self, data: Tensor) -> Tensor:
+        return data[self.start : self.start + self.target.numel()]
+
+
+def adjacent(pieces: Sequence[Tensor]) -> Tensor | None:
+    """Return one view of all 1-D ``uint8`` ``pieces`` if they follow each other in memory, else None."""
+    first_piece = pieces[0]
+    end = first_piece.data_ptr()
+    storage = first_piece.untyped_storage().data_ptr()
+    for piece in pieces:
+        # Neighbours in memory can be two allocations, and no view spans both.
+        if piece.data_ptr() != end or piece.untyped_storage().data_ptr() != storage:
+            return None
+        end += piece.numel()
+    size = end - first_piece.data_ptr()
+    return first_piece.as_strided((size,), (1,), first_piece.storage_offset())
+
+
+MessagePlacements = dict[tuple[str, int], MessagePlacement]
+"""The placements of an engine rank's messages, by the plan's fingerprint and the number of the rank's step."""
 
 
 class IncomingShards:
@@ -202,7 +266,13 @@ class IncomingShards:
         return dtype
 
     def receive(
-        self, shape: ModelShape, blocks: Blocks, dtype_of: DtypeOf, *, keeps_whole: bool = False
+        self,
+        shape: ModelShape,
+        blocks: Blocks,
+        dtype_of: DtypeOf,
+        placements: MessagePlacements | None = None,
+        *,
+        keeps_whole: bool = False,
     ) -> list[Callable[[], None]]:
         """Receive all messages of this rank, and copy them to their places.
 
@@ -210,6 +280,7 @@ class IncomingShards:
             shape: the model.
             blocks: the places.
             dtype_of: the dtype of each tensor.
+            placements: the placements that earlier updates have made; new ones are added.
             keeps_whole: whether whole messages are kept in host memory.
 
         Returns functions that apply the changes, and the whole messages that were kept, in the order of the messages.
@@ -225,22 +296,27 @@ class IncomingShards:
         device = next(iter(blocks.values()))[0][0].device
         store = connect_store(instruction.address, instruction.port)
         link = Link(self._group, store, self._limit, device)
+        placements = {} if placements is None else placements
+        if any(earlier_plan != fingerprint for earlier_plan, _ in placements):
+            placements.clear()
         kept: list[Callable[[], None]] = []
         buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         last: _Received | None = None
-        for step in steps:
+        for number, step in enumerate(steps):
+            if step.incoming is not None and (fingerprint, number) not in placements:
+                placements[fingerprint, number] = MessagePlacement(step.incoming, blocks, dtype_of)
             buffers.reverse()
             counts = None
             if instruction.has_changes:
                 counts = self._exchange_counts(link, step, last, device)
-            received = _receive_buffer(step, counts, buffers)
+            received = _receive_buffer(placements.get((fingerprint, number)), counts, buffers)
             exchanged = link.start(_outgoing(step, last), _incoming(step, received))
             if last is not None:
-                kept += last.load(blocks, dtype_of, keeps_whole=keeps_whole)
+                kept += last.load(keeps_whole=keeps_whole)
             link.wait(exchanged)
             last = received
         if last is not None:
-            kept += last.load(blocks, dtype_of, keeps_whole=keeps_whole)
+            kept += last.load(keeps_whole=keeps_whole)
         return kept
 
     def _exchange_counts(
@@ -261,35 +337,33 @@ class IncomingShards:
 class _Received(NamedTuple):
     """The flat bytes of a message; ``changed`` is its number of changes, or WHOLE."""
 
-    message: Message
+    placement: MessagePlacement
     data: Tensor
     changed: int
 
-    def load(
-        self, blocks: Blocks, dtype_of: DtypeOf, *, keeps_whole: bool
-    ) -> list[Callable[[], None]]:
+    def load(self, *, keeps_whole: bool) -> list[Callable[[], None]]:
         """Copy the message to its places. Or return a function that does so later, with bytes of its own."""
+        message = self.placement.message
         if self.changed != WHOLE:
-            sizes = changes_bytes(self.changed, self.message.item_bytes)
-            positions, values = self.data.split(sizes)
+            positions, values = self.data.split(changes_bytes(self.changed, message.item_bytes))
             received = Changes(
-                positions.view(torch.int32), values.view(item_dtype(self.message.item_bytes))
+                positions.view(torch.int32), values.view(item_dtype(message.item_bytes))
             )
-            is_own = torch.ones(self.message.bytes, dtype=torch.uint8, device=self.data.device)
-            changes = own_changes(received, is_own)
-            return [partial(_apply, self.message, changes, blocks, dtype_of)]
+            is_own = torch.ones(message.bytes, dtype=torch.uint8, device=self.data.device)
+            return [partial(self.placement.apply, own_changes(received, is_own))]
         if keeps_whole:
-            data = self.data.to("cpu", copy=True)
-            return [partial(place, self.message, data, blocks, dtype_of)]
-        place(self.message, self.data, blocks, dtype_of)
+            return [partial(self.placement.place, self.data.to("cpu", copy=True))]
+        self.placement.place(self.data)
         return []
 
 
-def _receive_buffer(step: ShardStep, count: int | None, buffers: list[Tensor]) -> _Received | None:
+def _receive_buffer(
+    placement: MessagePlacement | None, count: int | None, buffers: list[Tensor]
+) -> _Received | None:
     """Return the step's message with memory for its bytes, a part of ``buffers[0]``."""
-    message = step.incoming
-    if message is None:
+    if placement is None:
         return None
+    message = placement.message
     size = message.bytes
     if count is None:
         count = WHOLE
@@ -297,7 +371,7 @@ def _receive_buffer(step: ShardStep, count: int | None, buffers: list[Tensor]) -
         size = sum(changes_bytes(count, message.item_bytes))
     if buffers[0].numel() < size:
         buffers[0] = buffers[0].new_empty(size)
-    return _Received(message, buffers[0][:size], count)
+    return _Received(placement, buffers[0][:size], count)
 
 
 def _outgoing(step: ShardStep, last: _Received | None) -> list[Operation]:

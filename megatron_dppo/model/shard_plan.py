@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -213,9 +214,9 @@ def shard_plan(
         quantized: Whether linear layers and experts of the servers are block FP8.
     """
     columns = _columns(shape, servers, quantized=quantized)
+    order = _engine_order(shape, servers, quantized=quantized)
     slices: dict[range, dict[Column, list[_Sized]]] = {}
     kept = Counter[int]()
-    count = 0
     for tensor, tensor_item_bytes in _sent_tensors(shape, layout, item_bytes, quantized=quantized):
         blocks = columns[tensor.name]
         held = ((rank, block) for block, column in blocks for rank in column)
@@ -225,8 +226,8 @@ def shard_plan(
             for piece in tensor.pieces:
                 for part in _intersection(piece, block, bucket_bytes, tensor_item_bytes):
                     by_column = slices.setdefault(piece.holders, {})
-                    by_column.setdefault(column, []).append(_Sized(count, part.bytes, part))
-                    count += 1
+                    position = (order[block], part.block_part.hf_start)
+                    by_column.setdefault(column, []).append(_Sized(position, part.bytes, part))
     by_pair: dict[tuple[int, Column], list[_Sized]] = {}
     for holders, by_column in slices.items():
         for sender, column, sized in _shared(holders, by_column, bucket_bytes):
@@ -234,7 +235,7 @@ def shard_plan(
     # The first messages of all pairs come before the second messages of all pairs.
     messages: list[tuple[int, Message]] = []
     for (sender, column), pair_slices in by_pair.items():
-        pair_slices.sort(key=attrgetter("number"))
+        pair_slices.sort(key=attrgetter("position"))
         for number, group in enumerate(_groups(pair_slices, bucket_bytes)):
             messages.append((number, _message(sender, column, group)))
     messages.sort(key=lambda entry: (entry[0], entry[1].sender, entry[1].column))
@@ -246,9 +247,9 @@ def shard_plan(
 
 
 class _Sized(NamedTuple):
-    """A slice, its number in the order of the model, and its size."""
+    """A slice, the position of its block in the engine and of the slice in the block, and its size."""
 
-    number: int
+    position: tuple[int, int]
     bytes: int
     part: Slice
 
@@ -299,11 +300,30 @@ def _columns(
     return columns
 
 
+def _engine_order(
+    shape: ModelShape, servers: Sequence[EngineLayout], *, quantized: bool
+) -> dict[Segment, int]:
+    """Number the blocks of all engine ranks in the order in which they lie in the engines' tensors.
+
+    So a message has neighbours in an engine tensor one after another, and one copy places them.
+    """
+    order: dict[Segment, int] = {}
+    for server in dict.fromkeys(servers):
+        for rank in range(server.tensor):
+            for block in _engine_blocks(shape, server, rank, quantized=quantized):
+                order.setdefault(block, len(order))
+    return order
+
+
 def _engine_blocks(
     shape: ModelShape, server: EngineLayout, rank: int, *, quantized: bool
 ) -> Iterator[Segment]:
-    """Yield the blocks that an engine rank holds, with 0 as their place in the rank's tensors."""
+    """Yield the blocks that an engine rank holds, tensor by tensor, with 0 as their place in the rank's tensors."""
+    by_tensor: dict[str, list[mapping.EngineParameter]] = {}
     for parameter in mapping.engine_parameters(shape, server, rank):
+        # The name of an expert's parameter is the engine tensor's name, followed by the expert's number in brackets.
+        by_tensor.setdefault(parameter.name.partition("[")[0], []).append(parameter)
+    for parameter in chain.from_iterable(by_tensor.values()):
         segments = parameter.segments
         if quantized and quantization.holds_quantized(parameter):
             segments += quantization.scale_parameter(parameter).segments

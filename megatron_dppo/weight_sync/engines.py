@@ -21,6 +21,7 @@ from megatron_dppo.engine.changes import Changes, item_bytes
 from megatron_dppo.engine.errors import UNBOUNDED, EngineError, EngineMismatchError
 from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION
 from megatron_dppo.engine.server_state import MemoryTag
+from megatron_dppo.engine.shards import adjacent
 from megatron_dppo.engine.weights import TAGS, EngineWeights
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
@@ -460,20 +461,6 @@ class Packer:
             buffer = allocate(size, pieces[0].device)
             self._buffers[0] = buffer
         return torch.cat(pieces, out=buffer[:size])
-
-
-def adjacent(pieces: Sequence[Tensor]) -> Tensor | None:
-    """Return one view of all 1-D ``uint8`` ``pieces`` if they follow each other in memory, else None."""
-    first_piece = pieces[0]
-    end = first_piece.data_ptr()
-    storage = first_piece.untyped_storage().data_ptr()
-    for piece in pieces:
-        # Neighbours in memory can be two allocations, and no view spans both.
-        if piece.data_ptr() != end or piece.untyped_storage().data_ptr() != storage:
-            return None
-        end += piece.numel()
-    size = end - first_piece.data_ptr()
-    return first_piece.as_strided((size,), (1,), first_piece.storage_offset())
 
 
 def _empty(size: int, device: torch.device) -> Tensor:

@@ -122,6 +122,7 @@ class Shards:
                 )
             self._servers += [(layout, engine_rank) for engine_rank in range(layout.tensor)]
         self.device = device
+        self._runs: dict[int, list[_HashedRun]] = {}
         self._scales: PieceScales | None = None
         if facts.quantized:
             slices = chain.from_iterable(message.slices for message in self.messages)
@@ -174,7 +175,43 @@ class Shards:
 
     def checksums(self) -> ShardChecksums:
         """Return new checksums of what this rank sends."""
-        return ShardChecksums(self._tables, self._servers, self._own_places, self.dtype)
+        return ShardChecksums(self._tables, self._hashed_runs, self.dtype)
+
+    def _hashed_runs(self, message: Message) -> Sequence[_HashedRun]:
+        """Return what is hashed of a message. It is found out once for each message."""
+        runs = self._runs.get(id(message))
+        if runs is None:
+            runs = self._find_hashed_runs(message)
+            self._runs[id(message)] = runs
+        return runs
+
+    def _find_hashed_runs(self, message: Message) -> list[_HashedRun]:
+        # Servers of one layout hold the same bytes.
+        column = dict.fromkeys(self._servers[rank] for rank in message.column)
+        runs: list[_HashedRun] = []
+        last_runs: dict[tuple[EngineLayout, int, str], int] = {}
+        start = 0
+        for part in message.slices:
+            sent_dtype = self.dtype_of(part.name)
+            for layout, rank in column:
+                table = self._tables[layout]
+                for place in self._own_places[layout, rank, part.block]:
+                    key = (layout, rank, place.tensor)
+                    held_dtype = table.dtype_of(place.tensor, self.dtype)
+                    where = _in_bytes(part.of_block(_view_of(table, place)[0]), held_dtype.itemsize)
+                    is_plain = sent_dtype == held_dtype and not place.adds_one
+                    if is_plain and isinstance(where, int):
+                        number = last_runs.get(key)
+                        if number is not None and runs[number].is_followed_by(start, where):
+                            runs[number] = runs[number].longer(part.bytes)
+                            continue
+                        last_runs[key] = len(runs)
+                        runs.append(_HashedRun(key, start, part.bytes, where))
+                    else:
+                        form = _Form(sent_dtype, held_dtype, part.shape, adds_one=place.adds_one)
+                        runs.append(_HashedRun(key, start, part.bytes, where, form))
+            start += part.bytes
+        return runs
 
     @cached_property
     def _own_places(self) -> Places:
@@ -205,55 +242,87 @@ Places = dict[tuple[EngineLayout, int, Segment], list[EnginePart]]
 """The places of a block in the tensors of an engine rank: (server layout, rank in the server, block) -> places."""
 
 
+class _Form(NamedTuple):
+    """How an engine holds sent values in another form: their dtypes, their shape, and whether the engine adds 1."""
+
+    sent_dtype: torch.dtype
+    held_dtype: torch.dtype
+    shape: tuple[int, ...]
+    adds_one: bool
+
+    def of(self, data: Tensor) -> Tensor:
+        """Return the values that the engine holds, from the sent bytes."""
+        values = data.view(self.sent_dtype).view(self.shape).to(self.held_dtype)
+        return values + 1 if self.adds_one else values
+
+
+class _HashedRun(NamedTuple):
+    """A run of a message's bytes that is hashed as a part of an engine tensor.
+
+    Attributes:
+        key: the server layout, the rank in the server, and the tensor's name.
+        start: the run's first byte in the message.
+        bytes: the run's size.
+        place: where the values lie in the engine tensor.
+        form: how the engine holds the values; None: it holds the sent bytes, at one run of bytes.
+    """
+
+    key: tuple[EngineLayout, int, str]
+    start: int
+    bytes: int
+    place: Place
+    form: _Form | None = None
+
+    def is_followed_by(self, start: int, place: int) -> bool:
+        """Return whether a run that begins at ``start``, and at byte ``place`` of the same tensor, follows this one."""
+        is_next = self.start + self.bytes == start
+        return is_next and isinstance(self.place, int) and self.place + self.bytes == place
+
+    def longer(self, size: int) -> _HashedRun:
+        return self._replace(bytes=self.bytes + size)
+
+
 class ShardChecksums:
     """Partial checksums of the engine tensors that one trainer rank sends slices of."""
 
     def __init__(
         self,
         tables: Mapping[EngineLayout, EngineTensors],
-        servers: Sequence[tuple[EngineLayout, int]],
-        places: Places,
+        runs_of: Callable[[Message], Sequence[_HashedRun]],
         dtype: torch.dtype,
     ) -> None:
         self._tables = tables
-        self._servers = servers
-        self._places = places
+        self._runs_of = runs_of
         self._dtype = dtype
         self._hashes: dict[tuple[EngineLayout, int, str], TiledHash] = {}
-        self._elements: dict[tuple[EngineLayout, int, str], int] = defaultdict(int)
+        self._bytes: dict[tuple[EngineLayout, int, str], int] = defaultdict(int)
         self._unfinished: list[Callable[[], None]] = []
 
-    def add(self, message: Message, data: Tensor, dtype_of: Callable[[str], torch.dtype]) -> None:
-        """Start to hash the slices of a message, as the engine ranks of its column hold them."""
-        # Servers of one layout hold the same bytes.
-        column = dict.fromkeys(self._servers[rank] for rank in message.column)
+    def add(self, message: Message, data: Tensor) -> None:
+        """Start to hash the flat bytes of a message, as the engine ranks of its column hold them."""
         placed: list[tuple[TiledHash, Tensor, Place]] = []
-        for part, values in slices_in(message, data, dtype_of):
-            for layout, rank in column:
-                table = self._tables[layout]
-                for place in self._places[layout, rank, part.block]:
-                    key = (layout, rank, place.tensor)
-                    tensor_hash = self._hashes.get(key)
-                    if tensor_hash is None:
-                        tensor_hash = _new_hash(table, rank, place.tensor, self._dtype)
-                        self._hashes[key] = tensor_hash
-                    held = values.to(table.dtype_of(place.tensor, self._dtype))
-                    if place.adds_one:
-                        held = held + 1
-                    where = _in_bytes(part.of_block(_view_of(table, place)[0]), held.element_size())
-                    placed.append((tensor_hash, held, where))
-                    self._elements[key] += held.numel()
+        for run in self._runs_of(message):
+            tensor_hash = self._hashes.get(run.key)
+            if tensor_hash is None:
+                layout, rank, name = run.key
+                tensor_hash = _new_hash(self._tables[layout], rank, name, self._dtype)
+                self._hashes[run.key] = tensor_hash
+            held = data[run.start : run.start + run.bytes]
+            if run.form is not None:
+                held = run.form.of(held)
+            placed.append((tensor_hash, held, run.place))
+            self._bytes[run.key] += held.nbytes
         self._unfinished.append(add_placed(placed))
 
     def partials(self) -> list[Any]:
-        """Return, for each server layout, a list of (rank, tensor, elements, sums), as JSON."""
+        """Return, for each server layout, a list of (rank, tensor, bytes, sums), as JSON."""
         for finish in self._unfinished:
             finish()
         self._unfinished.clear()
         partials: dict[EngineLayout, list[Any]] = {layout: [] for layout in self._tables}
         for key, tensor_hash in self._hashes.items():
             layout, rank, name = key
-            partials[layout].append([rank, name, self._elements[key], tensor_hash.state()])
+            partials[layout].append([rank, name, self._bytes[key], tensor_hash.state()])
         return list(partials.values())
 
 
@@ -284,37 +353,48 @@ def _digests(
 ) -> list[dict[str, str]]:
     """Return the checksum of every tensor, for each rank of a server."""
     hashes: list[dict[str, TiledHash]] = []
-    missing: list[dict[str, int]] = [dict(sizes) for sizes in table.sizes]
+    missing: list[dict[str, int]] = []
     for rank, sizes in enumerate(table.sizes):
         hashes.append({name: _new_hash(table, rank, name, dtype) for name in sizes})
-    for rank, name, elements, state in states:
+        missing.append(
+            {name: size * table.dtype_of(name, dtype).itemsize for name, size in sizes.items()}
+        )
+    for rank, name, size, state in states:
         hashes[rank][name].merge(state)
-        missing[rank][name] -= elements
+        missing[rank][name] -= size
     filled = {(part.rank, part.tensor) for parts in table.parts.values() for part in parts}
     for parts in table.parts.values():
         for place in parts:
+            if place.width == place.block.length:
+                continue
             _, padding = _view_of(table, place)
             if padding is not None:
-                _add_zeros(hashes[place.rank][place.tensor], padding, table, place.tensor, dtype)
-                missing[place.rank][place.tensor] -= padding.numel()
+                zeros = _add_zeros(hashes[place.rank][place.tensor], padding, table, place, dtype)
+                missing[place.rank][place.tensor] -= zeros
     for rank, rank_hashes in enumerate(hashes):
         for name, tensor_hash in rank_hashes.items():
             if (rank, name) not in filled:
                 # The whole tensor is padding.
-                _add_zeros(tensor_hash, _vector(missing[rank][name]), table, name, dtype)
+                tensor_hash.add(torch.zeros(missing[rank][name], dtype=torch.uint8), 0)
             elif missing[rank][name]:
                 raise IncompleteWeightsError(
-                    f"weight update: {missing[rank][name]} elements of {name} on engine rank {rank} were never sent "
+                    f"weight update: {missing[rank][name]} bytes of {name} on engine rank {rank} were never sent "
                     "(below 0: were sent twice)"
                 )
     return [{name: h.hexdigest() for name, h in by_name.items()} for by_name in hashes]
 
 
 def _add_zeros(
-    tensor_hash: TiledHash, view: Tensor, table: EngineTensors, name: str, dtype: torch.dtype
-) -> None:
-    zeros = torch.zeros(view.shape, dtype=table.dtype_of(name, dtype))
+    tensor_hash: TiledHash,
+    view: Tensor,
+    table: EngineTensors,
+    place: EnginePart,
+    dtype: torch.dtype,
+) -> int:
+    """Hash the zeros at ``view`` of an engine tensor. Returns their number of bytes."""
+    zeros = torch.zeros(view.shape, dtype=table.dtype_of(place.tensor, dtype))
     add_placed([(tensor_hash, zeros, _in_bytes(view, zeros.element_size()))])()
+    return zeros.nbytes
 
 
 class _MeetingPoint(NamedTuple):

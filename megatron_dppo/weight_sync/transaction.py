@@ -656,7 +656,7 @@ class WeightUpdater:
             if data is not None:
                 sent += phases.run("transfer", strategy.send_message, message, data) or 0
             if data is not None and checksums is not None:
-                phases.run("hash", checksums.add, message, data, shards.dtype_of)
+                phases.run("hash", checksums.add, message, data)
             if phases.error is not None:
                 strategy.abort()
                 return sent, 0, None

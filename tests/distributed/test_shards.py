@@ -140,7 +140,7 @@ def transfer(
         checksums = shards.checksums()
         for message in shards.messages:
             data = shards.pack(message, values)
-            checksums.add(message, data, shards.dtype_of)
+            checksums.add(message, data)
             if spoil is not None:
                 spoil(rank, message, data)
             link.wait(link.start([(data, len(plan.members) + message.column[0])], []))

@@ -18,9 +18,9 @@ from megatron_dppo.engine.direct_loading import TensorPlaces
 from megatron_dppo.engine.shards import (
     INSTRUCTION,
     IncomingShards,
+    MessagePlacement,
     OtherPlanError,
     PlanFacts,
-    place,
     steps_of,
 )
 from megatron_dppo.model.engine_layout import EngineLayout, engine_faults
@@ -77,12 +77,12 @@ class Update:
             checksums = self.shards.checksums()
             for message in self.shards.messages:
                 data = self.shards.pack(message, values)
-                checksums.add(message, data, self.shards.dtype_of)
+                checksums.add(message, data)
                 arrived = spoil(message, data)
                 for engine_rank in message.column if arrived is not None else ():
                     assert arrived is not None
                     blocks = places[engine_rank].blocks
-                    place(message, arrived, blocks, self.shards.dtype_of)
+                    MessagePlacement(message, blocks, self.shards.dtype_of).place(arrived)
             partials.append(checksums.partials())
         self.partials = partials
         self.digests = self.shards.digests(partials)
