@@ -230,10 +230,7 @@ class FleetClient:
         try:
             return await breakable(question(active.client), active.calls)
         except errors.EngineLostError as error:
-            await self._probe()
-            if not active.suspended:
-                raise errors.AbortedError(str(error)) from error
-            raise self._loss_error(str(error)) from error
+            raise await self._call_error(active, str(error)) from error
         finally:
             active.in_flight -= 1
 
@@ -338,11 +335,7 @@ class FleetClient:
         except errors.StaleWeightsError as error:
             raise self._stale_error(active, str(error), failures) from error
         except errors.EngineLostError as error:
-            await self._probe()
-            if not active.suspended:
-                # The server answers the probe, so only this call has failed.
-                raise errors.AbortedError(str(error)) from error
-            raise self._loss_error(str(error)) from error
+            raise await self._call_error(active, str(error)) from error
         finally:
             active.in_flight -= len(requests)
             self._open_calls.pop(rid, None)
@@ -561,6 +554,16 @@ class FleetClient:
             self._on_lost(router.server)
         for call in self._routed_calls:
             call.cancel()
+
+    async def _call_error(self, active: ActiveServer, reason: str) -> errors.EngineError:
+        """Probe the servers, and return the error for a call that ``active`` did not answer.
+
+        AbortedError: the server answers the probe, so only this call has failed.
+        """
+        await self._probe()
+        if active.suspended:
+            return self._loss_error(reason)
+        return errors.AbortedError(reason)
 
     def _loss_error(self, reason: str) -> errors.ServerLostError | errors.EngineLostError:
         """Return the error for a call whose server is lost: ServerLostError if another server is left."""
