@@ -100,11 +100,26 @@ def distillation_faults(config: TrainConfig) -> layout.Faults:
             "rollout.drop_zero_variance_groups: got true with distillation.rewards false, expected false: groups with "
             "equal rewards have a gradient too"
         )
+    yield from _algorithm_faults(config)
     urls = list(config.engine.urls)
     for name, teacher in teachers.items():
         yield from checks.url_faults(teacher.urls, f"{key_of(name)}.urls", urls)
         urls += teacher.urls
         yield from _teacher_faults(name, teacher, config.environment.name)
+
+
+def _algorithm_faults(config: TrainConfig) -> layout.Faults:
+    """Report an algorithm that can't judge a teacher's advantages."""
+    try:
+        preset = config.algorithm.facts().preset
+    except ValueError:
+        # Another check reports an unknown algorithm.
+        return
+    if preset.step_bound is not None:
+        yield (
+            f"algorithm.name: got {config.algorithm.name} with distillation.teachers, expected an algorithm without a "
+            "bound that is computed from all tokens of a step: the bound would not know the teacher's advantages"
+        )
 
 
 def _teacher_faults(name: str, teacher: TeacherConfig, environment: str | None) -> layout.Faults:

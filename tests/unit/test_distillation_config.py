@@ -91,3 +91,9 @@ def test_keys_without_a_teacher_and_servers_twice(tmp_path: Path, teacher: Path)
     assert fault.startswith("distillation.teachers: got none")
     (fault,) = faults_of(tmp_path, teachers(teacher, teacher, urls=f"[{URL}]"))
     assert fault.startswith("distillation.teachers.t1.urls: got")
+
+
+def test_an_algorithm_with_a_bound_over_the_step_is_refused(tmp_path: Path, teacher: Path) -> None:
+    (fault,) = faults_of(tmp_path, teachers(teacher), "algorithm.name=m2po")
+    assert fault.startswith("algorithm.name: got m2po with distillation.teachers")
+    assert faults_of(tmp_path, teachers(teacher), "algorithm.name=pg-is") == []
