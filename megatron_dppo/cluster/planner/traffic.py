@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 from megatron_dppo.cluster.planner.devices import GB, Device
 from megatron_dppo.cluster.planner.facts import RunFacts
-from megatron_dppo.model.mapping import hf_tensors, parameter_count
-from megatron_dppo.model.quantization import stored_bytes
+from megatron_dppo.model.mapping import engine_parameters, hf_tensors, parameter_count
+from megatron_dppo.model.quantization import holds_quantized, stored_bytes
 
 BROADCAST_EFFICIENCY = 0.6
 """Share of a network port's rate that a broadcast of large buckets reaches. Assumption."""
 BUCKET_LATENCY = 0.02
 """Seconds that each bucket adds to the seconds of its broadcast: HTTP, hashing and loading. Assumption."""
+SHARD_EFFICIENCY = 0.8
+"""Share of a network port's rate that messages between two GPUs reach with ``shards``. Assumption."""
+MESSAGE_LATENCY = 0.002
+"""Seconds that each message to an engine GPU adds with ``shards``: its copies, and NCCL's start. Assumption."""
 FIXED_UPDATE = 1.0
 """Seconds that an update adds to the seconds of its buckets. In this time, running requests end, log-probabilities of
 fixed prompts are compared (the canary), and the new version is committed. Assumption."""
@@ -50,6 +54,10 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
     ranks' GPUs, although these servers need no network. Before a sender broadcasts a bucket, it gathers the shards of
     the bucket that it does not hold.
 
+    With ``weight_sync.strategy: shards`` all ports work at a time, and the busiest engine GPU decides: seconds = the
+    bytes that it keeps / (a network port's rate x efficiency) + (its messages + servers) x latency + a fixed part. A
+    message reaches the last of several servers after as many further messages.
+
     Adapter update: one rank gathers the adapters and writes them, and the servers read them: seconds = 2 x bytes / the
     storage's rate + the fixed part.
 
@@ -73,6 +81,11 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
         # Each sender cuts its share of the bytes into buckets.
         buckets = facts.senders * math.ceil(update_bytes / facts.senders / facts.bucket_bytes)
         seconds = update_bytes / (device.network * BROADCAST_EFFICIENCY) + buckets * BUCKET_LATENCY
+        if facts.config.weight_sync.strategy == "shards":
+            gathered_bytes = 0
+            kept_bytes = _kept(facts)
+            buckets = math.ceil(kept_bytes / facts.bucket_bytes) + facts.engine.started
+            seconds = kept_bytes / (device.network * SHARD_EFFICIENCY) + buckets * MESSAGE_LATENCY
     return Traffic(
         update=update_bytes,
         gathered=gathered_bytes,
@@ -91,6 +104,20 @@ def _sent_bytes(facts: RunFacts) -> int:
     total = 0
     for name, dims in hf_tensors(facts.trainer.shape).items():
         total += stored_bytes(name, dims, item_bytes, quantized=True)
+    return total
+
+
+def _kept(facts: RunFacts) -> int:
+    """Return the bytes that the first GPU of a server keeps of a weight update. No GPU of a server keeps more."""
+    item_bytes = facts.trainer.item_bytes
+    total = 0
+    for parameter in engine_parameters(facts.trainer.shape, facts.engine.layout, 0):
+        is_quantized = facts.engine.is_quantized and holds_quantized(parameter)
+        for segment in parameter.segments:
+            dims = list(parameter.shape)
+            dims[segment.dim] = segment.length
+            name = segment.hf_name
+            total += stored_bytes(name, tuple(dims), item_bytes, quantized=is_quantized)
     return total
 
 

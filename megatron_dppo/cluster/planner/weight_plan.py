@@ -1,7 +1,7 @@
 """The exact plan of a weight update: its buckets, each rank's bytes, and a check that each element is sent once.
 
-Beside it is the plan of an update in which every engine rank receives only what it keeps (``model.shard_plan``). No
-update is carried out by that plan yet.
+Beside it is the plan of an update in which every engine rank receives only what it keeps (``model.shard_plan``), the
+strategy ``shards``.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ class WeightPlan:
         engine_communicators: Bytes of NCCL's buffers on an engine GPU for the groups with senders.
         moved: Bytes that ranks exchange, and that all engine GPUs receive.
         kept: Bytes that all engine GPUs keep: the bound of ``moved``.
-        shard_messages: Number of messages if every engine GPU received only what it keeps.
-        shard_connections: Number of pairs of GPUs that would exchange these messages.
-        shard_sent: Bytes that the busiest trainer rank would send.
+        shard_messages: Number of messages of an update in shards.
+        shard_connections: Number of pairs of GPUs that exchange these messages.
+        shard_sent: Bytes that the busiest trainer rank sends.
+        shard_sent_mean: The mean of these bytes over the trainer ranks.
+        shard_received: Bytes that the busiest engine rank receives.
         shard_steps: Sum over all steps of the bytes of the step's largest message. A port that receives at r bytes/s
             needs at most the sum / r seconds for all messages.
         problems: The reasons why the update would be incomplete or wrong, one line for each.
@@ -68,6 +70,8 @@ class WeightPlan:
     shard_messages: int
     shard_connections: int
     shard_sent: int
+    shard_sent_mean: float
+    shard_received: int
     shard_steps: int
     problems: tuple[str, ...]
 
@@ -95,9 +99,10 @@ class WeightPlan:
             f"engine GPUs: {gib(self.moved)} move, {gib(self.kept)} are kept: {self.moved / self.kept:.2f} x the bound"
         )
         yield (
-            f"shard to shard (not carried out yet): {self.shard_messages} messages between {self.shard_connections} "
-            f"pairs of GPUs; the busiest trainer rank sends {gib(self.shard_sent)}; the largest messages of all steps "
-            f"have {gib(self.shard_steps)}"
+            f"shard to shard (weight_sync.strategy shards): {self.shard_messages} messages between "
+            f"{self.shard_connections} pairs of GPUs; the busiest trainer rank sends {gib(self.shard_sent)} "
+            f"(mean {gib(self.shard_sent_mean)}), the busiest engine GPU receives {gib(self.shard_received)}; the "
+            f"largest messages of all steps have {gib(self.shard_steps)}"
         )
         yield "\n".join(self.problems) or "every element is sent once"
 
@@ -155,6 +160,8 @@ def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
         shard_messages=len(shards.messages),
         shard_connections=len(shards.connections),
         shard_sent=max(shards.sent.values()),
+        shard_sent_mean=sum(shards.sent.values()) / trainer.layout.world_size,
+        shard_received=max(shards.received.values()),
         shard_steps=sum(shards.step_bytes),
         problems=(*plan_faults(buckets), *_shard_faults(shards, facts)),
     )

@@ -377,6 +377,19 @@ def test_update_and_checkpoint_by_hand():
     assert holders.gathered == round(2 * dense * 3 / 4)
 
 
+def test_an_update_in_shards_by_hand():
+    """A GPU of a server of four keeps a quarter of the matrices, and all norms and routers."""
+    planned = facts("qwen3_30b_a3b_base", "weight_sync.strategy=shards")
+    assert planned.engine.layout.tensor == 4
+    replicated = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048
+    kept = 2 * ((parameter_count(MOE) - replicated) / 4 + replicated)
+    assert kept == pytest.approx(15.28e9, rel=1e-3)
+    messages = math.ceil(kept / 2**29) + planned.engine.started
+    sent = traffic(planned, DEVICES["h100"])
+    assert sent.gathered == 0
+    assert sent.update_seconds == pytest.approx(kept / 40e9 + messages * 0.002 + 1)
+
+
 def test_an_update_of_adapters_by_hand():
     attention = ("lora.target_modules=[attention]", "weight_sync.strategy=disk")
     sent = traffic(
