@@ -31,6 +31,7 @@ from megatron_dppo.cluster.planner.devices import (
     gb,
     gib,
 )
+from megatron_dppo.cluster.planner.recipes import load_recipe
 from megatron_dppo.cluster.planner.run_plan import RunPlan
 from megatron_dppo.cluster.planner.search import (
     MOST_NODES,
@@ -44,7 +45,7 @@ from megatron_dppo.cluster.planner.search import (
 )
 from megatron_dppo.cluster.planner.step_time import StepSeconds, model_flops_utilisation
 from megatron_dppo.cluster.planner.weight_plan import weight_plan
-from megatron_dppo.config import ConfigError, load_config
+from megatron_dppo.config import ConfigError
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import fatal
 from megatron_dppo.model.mapping import parameter_count
@@ -227,18 +228,21 @@ def _data(plan: RunPlan) -> Table:
     columns = plan.columns
     traffic = plan.traffic
     table = figures_table("Transfers", "what", "bytes", "seconds")
-    table.add_row(
-        "a weight update, to each engine GPU",
-        gb(traffic.update),
-        f"{traffic.update_seconds:.1f} ({traffic.buckets} bucket{'s' if traffic.buckets > 1 else ''})",
-    )
-    table.add_row("gathered between trainer ranks before it", gb(traffic.gathered), "included")
+    if plan.engine is not None:
+        table.add_row(
+            "a weight update, to each engine GPU",
+            gb(traffic.update),
+            f"{traffic.update_seconds:.1f} ({traffic.buckets} bucket{'s' if traffic.buckets > 1 else ''})",
+        )
+        table.add_row("gathered between trainer ranks before it", gb(traffic.gathered), "included")
     table.add_row("a checkpoint", gb(traffic.checkpoint), f"{traffic.checkpoint_seconds:.0f}")
     table.add_row(
         "a restart after a rank's death: the checkpoint, read by all ranks",
         gb(traffic.checkpoint),
         f"{traffic.checkpoint_seconds:.0f}",
     )
+    if plan.engine is None:
+        return table
     table.add_row(
         "a step's scored responses, which leaders write for such a restart",
         gb(columns.replicas),
@@ -426,7 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Plan a recipe and return the process's exit code: 0 if it fits, 2 if it is refused."""
     options = _parser().parse_intermixed_args(arguments)
     try:
-        config = load_config(options.recipe, options.overrides)
+        config = load_recipe(options.recipe, options.overrides)
         shape = read_model(config.model.hf_checkpoint, options.model_configs).shape
         question = Question(
             config,

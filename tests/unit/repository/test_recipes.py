@@ -1,5 +1,6 @@
 """The recipes: they load, they have the paper's numbers, and their layouts fit their models."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 import yaml
 
 from examples.recipes import paper, verdicts
-from megatron_dppo.config import check_config, load_config
+from megatron_dppo.cluster import plan
+from megatron_dppo.cluster.planner import facts
+from megatron_dppo.config import SupervisedConfig, check_config, load_as, load_config
 from megatron_dppo.rewards import find_reward
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,8 +53,26 @@ PAPER = {
 STEPS = PAPER | OURS
 
 
+SUPERVISED = "qwen3_30b_a3b_base_cold_start"
+
+
 def test_every_recipe_is_in_the_table():
-    assert {p.stem for p in RECIPES.glob("*.yaml")} - {"scaling"} == set(STEPS)
+    assert {p.stem for p in RECIPES.glob("*.yaml")} - {"scaling", SUPERVISED} == set(STEPS)
+
+
+def test_the_supervised_recipe_loads_and_fits_the_nodes_that_it_names(capsys):
+    path = RECIPES / f"{SUPERVISED}.yaml"
+    config = load_as(SupervisedConfig, path)
+    assert plan.main([str(path), "--gpu", "h100", "--nodes", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    batches = found["plan"]["batches"]
+    assert batches["responses"] == config.training.sequences_per_step
+    assert batches["optimizer_steps"] == 1
+    assert batches["longest_tokens"] == 128 * 16384
+    # Four replicas of 32 sequences of 8,192 tokens on average fill 16 micro-batches, and each is filled in part.
+    assert batches["micro_batches"] == round(32 * 8192 / (16384 * facts.PACKING))
+    assert found["plan"]["engine"] is None
 
 
 def test_every_recipe_of_the_paper_is_an_experiments():
@@ -101,9 +122,9 @@ def test_the_rewards_of_a_recipe_take_its_options(name):
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("gpu", verdicts.GPUS)
 def test_the_recipe_fits_the_hardware_that_it_names(name, gpu):
-    plan = verdicts.plans(name)[gpu]
-    assert plan.faults == ()
-    assert all(node.idle == 0 for node in plan.nodes)
+    found = verdicts.plans(name)[gpu]
+    assert found.faults == ()
+    assert all(node.idle == 0 for node in found.nodes)
 
 
 def test_the_published_verdicts_are_the_planners():
