@@ -57,6 +57,7 @@
       EngineGivenUpError                a server has used up its restarts
         FirstStartError
       EngineError                       a call between a run and its engine failed
+        OtherPlanError                  trainer and engine have different plans of an update in shards
         EngineStartError
           PortHeldError
         EngineLostError
