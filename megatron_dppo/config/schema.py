@@ -504,7 +504,7 @@ class WeightSyncConfig(Section):
     network_gb_per_s: float | None = Field(default=None, gt=0)
     """Network bandwidth into a node, GB/s (1e9 bytes), from which ``weights/bound_s`` is computed."""
     changes_only: bool = False
-    """With ``distributed`` and ``tensor``: send only the elements that changed since the last update. Every sender
+    """With all but ``disk``: send only the elements that changed since the last update. Every sender
     keeps a copy of its weights in host memory. Whole weights are sent to a new server, after a failed update, and if
     the changes are not fewer bytes.
     """
@@ -525,7 +525,7 @@ class WeightSyncConfig(Section):
     engines on the trainer's host.
     """
     timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time of one request to an engine: to load a bucket, to hash the weights, to become idle."""
+    """Longest time of one request to an engine: to load a bucket (``shards``: all weights), to hash, to become idle."""
 
 
 class EvaluationConfig(Section):
