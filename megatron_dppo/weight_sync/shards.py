@@ -151,18 +151,14 @@ class Shards:
 
     def pack(self, message: Message, values: Values) -> Tensor:
         """Return the flat bytes of a message. The result stays valid until the second call after this one."""
-        device = next(iter(values.values())).device
+        sources = [self._value_of(part, values) for part in message.slices]
         self._buffers.reverse()
         buffer = self._buffers[0]
         if buffer is None or buffer.numel() < message.bytes:
-            buffer = torch.empty(message.bytes, dtype=torch.uint8, device=device)
+            buffer = torch.empty(message.bytes, dtype=torch.uint8, device=sources[0].device)
             self._buffers[0] = buffer
         data = buffer[: message.bytes]
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for part, target in slices_in(message, data, self.dtype_of):
-            targets.append(target)
-            sources.append(self._value_of(part, values))
+        targets = [target for _, target in slices_in(message, data, self.dtype_of)]
         torch._foreach_copy_(targets, sources)
         return data
 

@@ -116,7 +116,10 @@ def test_an_update_is_compared_at_temperature_1(folder: Path) -> None:
 def test_an_update_has_merged_weights_and_reports_which_part_of_the_adapters_they_hold(
     folder: Path, tmp_path: Path, dtype: str
 ) -> None:
+    from megatron_dppo.engine.shards import PlanFacts, slices_in
+    from megatron_dppo.model.engine_layout import EngineLayout
     from megatron_dppo.trainer.weight_source import TrainerWeights
+    from megatron_dppo.weight_sync.shards import Shards
 
     section = {"rank": 4, "alpha": 0.01, "target_modules": ["all-linear"]}
     start = save_random_adapters(tmp_path / "adapters", folder / "dense", section)
@@ -128,6 +131,16 @@ def test_an_update_has_merged_weights_and_reports_which_part_of_the_adapters_the
         gathered |= {name: tensor.clone() for name, tensor in bucket.tensors}
     along, size = source.held_update()
     assert source.held_update() == (0, 0)
+    # An update in shards has the same weights, in the blocks of two engine ranks.
+    facts = PlanFacts(source.layout, (EngineLayout(2),), 1 << 16, dtype, quantized=False)
+    shards = Shards(source.shape, facts, "cpu", 0)
+    values = source.values()
+    for message in shards.messages:
+        data = shards.pack(message, values)
+        for part, found in slices_in(message, data, shards.dtype_of):
+            whole_block = part.block.of_hf(gathered[part.name])
+            assert torch.equal(found, part.of_block(whole_block))
+    assert source.held_update() == pytest.approx((along, size))
     trainer.close()
 
     number_type = getattr(torch, dtype)
