@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
@@ -43,6 +43,7 @@ from megatron_dppo.cluster.planner.search import (
     search,
     search_schedules,
 )
+from megatron_dppo.cluster.planner.server_memory import EngineBytes
 from megatron_dppo.cluster.planner.step_time import StepSeconds, model_flops_utilisation
 from megatron_dppo.cluster.planner.weight_plan import weight_plan
 from megatron_dppo.config import ConfigError
@@ -50,6 +51,7 @@ from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import fatal
 from megatron_dppo.model.mapping import parameter_count
 from megatron_dppo.model.resharding import figures_table
+from megatron_dppo.spec import ServersSpec
 from megatron_dppo.system.arguments import (
     file_to_write,
     finite_number,
@@ -67,6 +69,7 @@ def print_plan(console: Console, plan: RunPlan) -> None:
         _roles(plan),
         _ranks(plan),
         _engine(plan),
+        *_teachers(plan),
         _hosts(plan),
         _data(plan),
         _time(plan),
@@ -191,7 +194,18 @@ def _engine(plan: RunPlan) -> Table | None:
     facts = plan.facts.engine
     if engine is None:
         return None
-    title = f"A server's GPU: {facts.started} servers x TP {facts.layout.tensor}, mem_fraction_static {engine.fraction}"
+    return _server_table("A server's GPU", facts, engine)
+
+
+def _teachers(plan: RunPlan) -> Iterator[Table]:
+    for teacher in plan.facts.spec.teachers:
+        if teacher.name in plan.teachers:
+            title = f"A GPU of the teacher {teacher.name}"
+            yield _server_table(title, teacher.servers, plan.teachers[teacher.name])
+
+
+def _server_table(name: str, facts: ServersSpec, engine: EngineBytes) -> Table:
+    title = f"{name}: {facts.started} servers x TP {facts.layout.tensor}, mem_fraction_static {engine.fraction}"
     table = figures_table(
         title, "weights", "KV pool", "left free", "KV tokens", "sequences at once", "all longest"
     )
@@ -262,6 +276,12 @@ def _data(plan: RunPlan) -> Table:
     table.add_row(
         "a step's Top-K: in memory; on the wire", f"{gb(columns.topk)}; {gb(columns.topk_wire)}", ""
     )
+    if columns.teacher:
+        table.add_row(
+            "a step's scores of teachers: in memory; on the wire",
+            f"{gb(columns.teacher)}; {gb(columns.teacher_wire)}",
+            "not counted",
+        )
     return table
 
 

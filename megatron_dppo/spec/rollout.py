@@ -21,6 +21,7 @@ class RolloutSpec:
         longest_response: longest continuation of a prompt in training: a response, or an episode.
         longest_evaluated: longest continuation of a prompt in an evaluation.
         topk: K of the TopK(mu) that the engine returns for each response token, 0 for none.
+        teacher_topk: K of the TopK(p_T) that a teacher returns for each response token; None without teachers.
         routing: whether tokens carry the engine's routing (R3).
         replays: whether the batches of an earlier run are replayed, so that no server generates.
     """
@@ -32,6 +33,7 @@ class RolloutSpec:
     longest_response: int
     longest_evaluated: int
     topk: int
+    teacher_topk: int | None
     routing: bool
     replays: bool
 
@@ -49,6 +51,7 @@ class RolloutSpec:
             longest_response=config.environment.longest(prompt, turn) - prompt,
             longest_evaluated=config.environment.longest(prompt, evaluated_turn) - prompt,
             topk=carried_topk(algorithm, rollout.topk_log_probs, shape.vocab_size),
+            teacher_topk=config.distillation.top_k if config.distillation.teachers else None,
             routing=rollout.router_replay,
             replays=rollout.replays,
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +22,19 @@ from megatron_dppo.data.problems import load_tokenizer
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.engine.client import HttpClient
-from megatron_dppo.engine.errors import EngineAnswerError
+from megatron_dppo.engine.errors import EngineAnswerError, EngineMismatchError, EngineRequestError
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.token_scores import ScoredTokens
+from megatron_dppo.fleet.endpoint import RecordClient
+from megatron_dppo.fleet.record import API_KEY_VARIABLE
+from megatron_dppo.fleet.teachers import TeacherClient
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.teachers import require_columns
 from megatron_dppo.metrics.records import read_records
-from megatron_dppo.spec import RunSpec
+from megatron_dppo.spec import RunSpec, TeacherSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
-from tests.integration.kept_fleet import config_of
+from tests.integration.kept_fleet import KeptFleet, config_of, kill
 from tests.integration.runs import TrainingRun, write_material
 from tests.integration.shared_launcher import shared_runtime
 from tests.patience import wait_healthy
@@ -229,6 +234,50 @@ def test_a_run_with_two_teachers(material: Path) -> None:
     with TrainingRun(material, replay, f"run.directory={folder / 'replayed'}") as again:
         again.finish()
     assert not list(again.directory.glob("logs/*teacher*"))
+
+
+def test_servers_of_a_teacher_are_followed_and_checked(material: Path, url: str) -> None:
+    """A killed server's calls wait for its next start. A server of another checkpoint is refused at the start."""
+    config = load_config(material, ["engine.servers=0", "engine.max_restarts=3"])
+    spec = RunSpec.of_checked(config)
+    teacher = next(t for t in spec.teachers if t.name == "big")
+    reference = AutoModelForCausalLM.from_pretrained(
+        material.parent / "teacher", dtype=torch.float32
+    ).eval()
+    tokens = ScoredTokens(SEQUENCES[1], 5, top_k=3, vocabulary=512)
+    expected = log_probs_of(reference, SEQUENCES[1])[4:]
+    of_tokens = expected.gather(1, torch.tensor(SEQUENCES[1][5:])[:, None])[:, 0]
+
+    def client_of(teacher: TeacherSpec, record: RecordClient) -> TeacherClient:
+        return TeacherClient(
+            teacher, record, config.engine, request_timeout_s=600, concurrency=4, stop=lambda: False
+        )
+
+    with KeptFleet(config) as fleet, AsyncRunner() as runner:
+        client = client_of(teacher, fleet.record)
+        runner.run(client.check([tokens, tokens]))
+        first = next(s for s in fleet.record.teachers() if s.teacher == "big")
+        # A teacher's servers never become servers of the policy.
+        assert fleet.record.servers() == []
+        kill(first)
+        columns = runner.run(client.score(tokens))
+        np.testing.assert_allclose(columns["teacher_log_probs"], of_tokens, atol=1e-5, rtol=0)
+        second = next(s for s in fleet.record.teachers() if s.teacher == "big")
+        assert second.incarnation == 2
+        refused = replace(tokens, token_ids=[*SEQUENCES[1], 10**6])
+        with pytest.raises(EngineRequestError):
+            runner.run(client.score(refused))
+        runner.run(client.close())
+        # The server of the test's other model, attached under this teacher's name.
+        attached = replace(teacher, servers=replace(teacher.servers, started=0, urls=(url,)))
+        os.environ[API_KEY_VARIABLE] = KEY
+        try:
+            client = client_of(replace(attached, name="attached"), fleet.record)
+            with pytest.raises(EngineMismatchError, match=r"serves .*model, expected .*teacher"):
+                runner.run(client.check([tokens]))
+            runner.run(client.close())
+        finally:
+            del os.environ[API_KEY_VARIABLE]
 
 
 def test_a_plain_batch_has_no_scores_to_replay() -> None:

@@ -10,10 +10,12 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal
 
+from megatron_dppo.cluster.known_models import read_model
+from megatron_dppo.config import ConfigError
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.forwarded import (
     PRECISION_AWARE,
@@ -31,13 +33,21 @@ from megatron_dppo.config.schema import (
     TrainConfig,
 )
 from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears, trained_elements
+from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import family_of, layer_counts
 from megatron_dppo.model.layout import Layout, layers_of_stage
 from megatron_dppo.model.mapping import shard_of
 from megatron_dppo.model.rows import Rule
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.model.splits import ceil_to
-from megatron_dppo.spec import ModelSpec, RolloutSpec, RunSpec, ServersSpec, TrainerSpec
+from megatron_dppo.spec import (
+    ModelSpec,
+    RolloutSpec,
+    RunSpec,
+    ServersSpec,
+    TeacherSpec,
+    TrainerSpec,
+)
 
 Counts = tuple[tuple[int, int], ...]
 """(elements of a parameter, number of parameters of that size) pairs of one group of parameters."""
@@ -350,6 +360,11 @@ class RolloutFacts(RolloutSpec):
         return self.mean_prompt + self.mean_response
 
     @property
+    def compared_topk(self) -> int:
+        """Ids of a token at which the trainer computes log-probabilities: those of mu, and those of a teacher."""
+        return self.topk + (self.teacher_topk or 0)
+
+    @property
     def tokens(self) -> float:
         """Tokens of a rollout batch; each response counts with its prompt."""
         return self.responses * self.mean_length
@@ -474,6 +489,11 @@ def facts_of(
     engine = config.engine.model_copy(update={"placement": schedule.placement})
     config = config.model_copy(update={"engine": engine})
     spec = RunSpec.of_model(config, ModelSpec.of(config, shape, {}), "cuda")
+    teachers = [
+        TeacherSpec.of(config, name, spec.rollout, "cuda", shape_of=_shape_of_teacher)
+        for name in config.distillation.teachers
+    ]
+    spec = replace(spec, teachers=tuple(teachers))
     prompt, response = spec.rollout.longest_prompt, spec.rollout.longest_response
     rollout = RolloutFacts(
         **vars(spec.rollout),
@@ -499,6 +519,16 @@ def facts_of(
         ),
         ranks_per_sender=1 if config.weight_sync.senders == "holders" else ranks_per_node,
     )
+
+
+@cache
+def _shape_of_teacher(folder: str | Path) -> ModelShape:
+    """Return the model of a teacher's folder, or the known model of its name."""
+    try:
+        return read_model(str(folder)).shape
+    except ModelError as error:
+        reason = str(error).removeprefix("model.hf_checkpoint: ")
+        raise ConfigError([f"distillation.teachers: {reason}"]) from error
 
 
 def schedule_of(rollout: RolloutConfig, engine: EngineConfig) -> Schedule:

@@ -20,8 +20,8 @@ class NodeRoles:
     Attributes:
         node: the node's number.
         ranks: the trainer ranks on the node.
-        engine: the number of GPUs that serve.
-        servers: the indexes of the servers on these GPUs.
+        engine: the number of GPUs that serve, the policy or a teacher.
+        servers: the indexes of the policy's servers on these GPUs.
         idle: the number of GPUs that neither train nor serve.
     """
 
@@ -55,10 +55,11 @@ def _by_node(placement: Placement, cluster: devices.Cluster) -> tuple[NodeRoles,
     engine: Counter[int] = Counter()
     for rank in placement.ranks:
         ranks.setdefault(int(rank.host.name), []).append(rank.rank)
-    for server in placement.servers:
+    for server in (*placement.servers, *placement.teachers):
         for host in server.hosts:
             node = int(host.name)
-            servers.setdefault(node, []).append(server.index)
+            if not server.teacher:
+                servers.setdefault(node, []).append(server.index)
             engine[node] += server.devices
     roles: list[NodeRoles] = []
     for node in range(cluster.nodes):

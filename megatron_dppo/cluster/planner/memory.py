@@ -76,7 +76,7 @@ def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
     A weight update holds three buckets: one that is gathered, one that is converted to the engine's layout, and one
     that is sent. The exchange of columns between ranks holds two pieces. It never overlaps with a weight update.
     """
-    activations = activation_bytes(facts.trainer, stage, facts.rollout.topk)
+    activations = activation_bytes(facts.trainer, stage, facts.rollout.compared_topk)
     quantised = 0
     if facts.trainer.fp8:
         layout = facts.trainer.layout

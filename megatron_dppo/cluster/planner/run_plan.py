@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from megatron_dppo.cluster.planner import (
 from megatron_dppo.cluster.planner.activations import activation_bytes
 from megatron_dppo.cluster.planner.colocation import SharedBytes, shared_ranks, sharing_faults
 from megatron_dppo.cluster.planner.devices import Cluster, Device, device_named, gib
-from megatron_dppo.cluster.planner.facts import RunFacts, facts_of
+from megatron_dppo.cluster.planner.facts import RolloutFacts, RunFacts, facts_of
 from megatron_dppo.cluster.planner.step_time import StepSeconds, step_seconds
 from megatron_dppo.cluster.planner.traffic import STORAGE, Traffic, traffic
 from megatron_dppo.config import ConfigError
@@ -26,7 +26,8 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.start_checks import StartCheck
 from megatron_dppo.model.engine_layout import check_engine_layout
 from megatron_dppo.model.errors import LayoutError, ModelError
-from megatron_dppo.spec import ModelSpec
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.spec import ModelSpec, ServersSpec
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class RunPlan:
         nodes: roles of each node's GPUs.
         ranks: memory of a trainer rank of each pipeline stage.
         engine: memory of a server's GPU; None if the run starts no servers, or if the servers cannot hold the model.
+        teachers: memory of a GPU of each teacher's started servers, by the teacher's name.
         shared: memory of a GPU on which trainer and server take turns, for each pipeline stage.
         hosts: host memory of each node.
         columns: bytes of a rollout batch's columns.
@@ -67,6 +69,7 @@ class RunPlan:
     nodes: tuple[host_memory.NodeRoles, ...]
     ranks: tuple[memory.RankBytes, ...]
     engine: server_memory.EngineBytes | None
+    teachers: Mapping[str, server_memory.EngineBytes]
     shared: tuple[SharedBytes, ...]
     hosts: tuple[host_memory.HostBytes, ...]
     columns: batch_memory.ColumnBytes
@@ -107,9 +110,12 @@ class RunPlan:
         ranks = self.facts.trainer.layout.world_size
         engine = self.facts.engine
         serving = engine.started * engine.layout.tensor
+        teaching = 0
+        for teacher in self.facts.spec.roles.teachers:
+            teaching += teacher.servers * teacher.server_devices
         if self.facts.schedule.is_colocated:
-            return max(ranks, serving)
-        return ranks + serving
+            return max(ranks, serving) + teaching
+        return ranks + serving + teaching
 
     @property
     def fullest(self) -> memory.RankBytes:
@@ -162,6 +168,14 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     columns = batch_memory.column_bytes(facts.trainer.shape, facts.rollout)
     transfers = traffic(facts, cluster.device, storage)
     engine, too_large = _engine_memory(facts, cluster)
+    teachers: dict[str, server_memory.EngineBytes] = {}
+    for teacher in facts.spec.teachers:
+        memory_of_gpu, faults = _server_memory(
+            teacher.model.shape, teacher.servers, facts.rollout, cluster, senders=0
+        )
+        too_large += [f"teacher {teacher.name}: {fault}" for fault in faults]
+        if memory_of_gpu is not None:
+            teachers[teacher.name] = memory_of_gpu
     engine_weights = 0 if engine is None else engine.weights
     capture_bytes = 0
     if engine is not None and facts.rollout.routing:
@@ -198,6 +212,7 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
         nodes=nodes,
         ranks=ranks,
         engine=engine,
+        teachers=teachers,
         shared=shared_bytes,
         hosts=tuple(hosts),
         columns=columns,
@@ -211,21 +226,28 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
 def _engine_memory(
     facts: RunFacts, cluster: Cluster
 ) -> tuple[server_memory.EngineBytes | None, list[str]]:
-    """Return the memory of a server's GPU, and its faults.
+    """Return the memory of a GPU of the policy's servers, and its faults."""
+    return _server_memory(
+        facts.trainer.shape, facts.engine, facts.rollout, cluster, senders=facts.senders
+    )
+
+
+def _server_memory(
+    shape: ModelShape, engine: ServersSpec, rollout: RolloutFacts, cluster: Cluster, *, senders: int
+) -> tuple[server_memory.EngineBytes | None, list[str]]:
+    """Return the memory of a server's GPU, and its faults. ``senders``: number of ranks that send weights to it.
 
     The memory is None if the run starts no server, or if the server's layout cannot hold the model.
     """
-    engine = facts.engine
-    shape = facts.trainer.shape
     if not engine.started:
         return None, []
     try:
         check_engine_layout(shape, engine.layout)
     except LayoutError as error:
         return None, [f"sglang: {error}"]
-    memory_of_gpu = server_memory.engine_bytes(shape, engine, facts.rollout, cluster.device)
+    memory_of_gpu = server_memory.engine_bytes(shape, engine, rollout, cluster.device)
     fraction = memory_of_gpu.fraction
-    sequence_tokens = facts.rollout.longest
+    sequence_tokens = rollout.longest
     faults = []
     replica_tokens = memory_of_gpu.kv_tokens // engine.layout.attention_replicas
     if replica_tokens < sequence_tokens:
@@ -233,7 +255,7 @@ def _engine_memory(
             f"engine GPU memory: {gib(memory_of_gpu.weights)} of weights leave a KV cache of {replica_tokens:,} tokens "
             f"in mem_fraction_static {fraction}, expected at least one sequence of {sequence_tokens:,}"
         )
-    group_bytes = communicators.engine_communicator_bytes(engine.layout.tensor, facts.senders)
+    group_bytes = communicators.engine_communicator_bytes(engine.layout.tensor, senders)
     least_reserved = group_bytes + server_memory.LEAST_RESERVED
     if memory_of_gpu.reserved < least_reserved:
         faults.append(
@@ -330,6 +352,10 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
         return StartCheck(plan_run(facts, cluster).too_large, f"{summary}; {judged}")
     state_of_stages = sum(state.total + state.offloaded for state in states)
     total = state_of_stages * trainer.layout.stage_ranks + engine.started * server_weights
+    for teacher in facts.spec.teachers:
+        servers = teacher.servers
+        rank_weights = server_memory.weight_bytes(teacher.model.shape, servers.layout)
+        total += servers.started * servers.layout.tensor * rank_weights
     if total <= machine.memory_bytes:
         return StartCheck(summary=summary)
     fault = (

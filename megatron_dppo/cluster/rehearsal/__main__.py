@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_dppo.cluster.known_models import KnownModel, read_or_guess_model
+from megatron_dppo.cluster.known_models import KnownModel, read_model, read_or_guess_model
 from megatron_dppo.cluster.rehearsal import (
     RESULT,
     attempts,
@@ -46,7 +46,7 @@ from megatron_dppo.config import (
     resolved_yaml,
 )
 from megatron_dppo.config.machine import this_machine
-from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.config.schema import ParallelConfig, TeacherConfig
 from megatron_dppo.data.tokenizer import has_tokenizer
 from megatron_dppo.engine.server_arguments import table_faults_elsewhere
 from megatron_dppo.environments.over_http import absent_services
@@ -324,8 +324,16 @@ class Rehearsal:
         data: dict[str, Any] = {"evaluation": evaluation}
         if "data.train" in absent_keys:
             data["train"] = problems.train[0]
+        distillation = config.distillation
+        teachers = {
+            name: teacher.model_copy(
+                update={"hf_checkpoint": self._folder_of_teacher(teacher, tokenizer_source)}
+            )
+            for name, teacher in distillation.teachers.items()
+        }
         checkable_config = config.model_copy(
             update={
+                "distillation": distillation.model_copy(update={"teachers": teachers}),
                 "model": config.model.model_copy(update={"hf_checkpoint": str(folder)}),
                 "data": config.data.model_copy(update=data),
             }
@@ -342,6 +350,20 @@ class Rehearsal:
             faults.append(f"lora.start_from: got {config.lora.start_from!r}, expected a folder")
         if faults:
             raise ConfigError(faults, str(self.recipe))
+
+    def _folder_of_teacher(self, teacher: TeacherConfig, tokenizer_source: str | None) -> str:
+        """Return the folder of a teacher's model, or a folder with the config.json of the known model of its name.
+
+        If there is neither, the folder of the recipe is returned, so that the check names it.
+        """
+        try:
+            known_model = read_model(teacher.hf_checkpoint)
+        except ModelError:
+            return teacher.hf_checkpoint
+        folder = self.directory / "check" / Path(teacher.hf_checkpoint).name
+        write_tokenizer(folder, tokenizer_source)
+        (folder / "config.json").write_text(json.dumps(dict(known_model.values)), encoding="utf-8")
+        return str(folder)
 
     def _inputs(
         self, config: TrainConfig, model: Path, problems: Problems, *, has_own_tokenizer: bool

@@ -39,6 +39,12 @@ _CHECKPOINTS = 2
 """Number of checkpoints to keep."""
 _MICRO_BATCH_SEQUENCES = 2
 """Sequences of the greatest length in a micro-batch."""
+_TEACHER_TOP_K = 64
+"""Largest K of a teacher's TopK; every tiny vocabulary has more tokens."""
+_TEMPLATE = "{prompt} {answer}"
+"""Template of a rehearsed teacher: every problem has these texts."""
+_TEMPLATE_PROMPTS = 3
+"""Longest prompt of the template, as a multiple of the longest prompt."""
 _LEARNING_RATE = 1e-4
 """Least learning rate: large enough to change bfloat16 weights in every step, small enough to keep the policy nearly
 random.
@@ -152,6 +158,7 @@ def shrink(config: TrainConfig, parallel: ParallelConfig, inputs: RehearsalInput
         values[table] = {key: value for key, value in options.items() if key not in keys}
     values["data"] = {**values["data"], **_data(config, inputs)}
     values["reward"] = _reward(config, inputs)
+    values["distillation"] = _distillation(config, inputs)
     return TrainConfig.model_validate(values)
 
 
@@ -240,6 +247,26 @@ def _changes(
         "profile": {"steps": [], "ranks": [0]},
         "tracking": {"trackers": []},
     }
+
+
+def _distillation(config: TrainConfig, inputs: RehearsalInputs) -> dict[str, Any]:
+    """Return the section with one teacher, the tiny model itself, for all problems."""
+    section = config.distillation
+    if not section.teachers:
+        return section.model_dump()
+    name, teacher = next(iter(section.teachers.items()))
+    rehearsed_teacher: dict[str, Any] = {"hf_checkpoint": str(inputs.model), "servers": 1}
+    if teacher.prompt_template is not None:
+        rehearsed_teacher["prompt_template"] = _TEMPLATE
+        rehearsed_teacher["max_prompt_tokens"] = _TEMPLATE_PROMPTS * inputs.longest_prompt
+    changes = {
+        "teachers": {name: rehearsed_teacher},
+        # No problem has this name in its metadata, so the only teacher has all problems.
+        "teacher_key": "rehearsal",
+        "top_k": min(section.top_k, _TEACHER_TOP_K),
+        "request_timeout_s": max(section.request_timeout_s, _WAIT_S),
+    }
+    return {**section.model_dump(), **changes}
 
 
 def _group_size(config: TrainConfig) -> int:
@@ -357,6 +384,11 @@ def _replaced_parts(
     if config.rollout.replays:
         yield Omission(
             "rollout.replay_from", "batches of the real model; a server generates instead"
+        )
+    if config.distillation.teachers:
+        yield Omission(
+            "distillation.teachers",
+            "one server of the tiny model scores all responses in their place",
         )
     if config.reward.column is not None:
         yield Omission("reward.column", "one reward of the rehearsal scores all problems")

@@ -510,7 +510,11 @@ def rehearsed_roles(recipe: TrainConfig, devices: int | None, *, on_gpus: bool) 
     roles = Roles.of(recipe)
     if on_gpus:
         return roles
-    return replace(roles, server_devices=min(roles.server_devices, devices or 1), port=None)
+    most = devices or 1
+    teachers = [replace(t, server_devices=min(t.server_devices, most)) for t in roles.teachers]
+    return replace(
+        roles, server_devices=min(roles.server_devices, most), port=None, teachers=tuple(teachers)
+    )
 
 
 def _place_again(roles: Roles, fit_nodes: Allocation, unfit_nodes: Mapping[str, str]) -> Placement:

@@ -58,7 +58,7 @@ from megatron_dppo.cluster.planner.step_time import (
 from megatron_dppo.cluster.planner.traffic import traffic
 from megatron_dppo.cluster.planner.trainer_state import state_bytes
 from megatron_dppo.cluster.slurm.site import SiteConfig
-from megatron_dppo.config import load_config
+from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.logging import FatalError
 from megatron_dppo.model.families import load_model_shape
@@ -931,3 +931,35 @@ def test_head_flops_by_hand():
     assert once.training == pytest.approx(-product * 3 / 4)
     frozen = head_flops(replace(trainer, trained=object(), chunk_tokens=60_000), run.rollout)
     assert frozen.training == pytest.approx(-product * 2 / 4)
+
+
+TEACHER = (
+    "distillation.teachers={big: {hf_checkpoint: models/Qwen3-235B-A22B, servers: 2, sglang: {tp_size: 8}}}",
+    "distillation.loss=reverse",
+    "distillation.top_k=64",
+)
+
+
+def test_a_teacher_has_gpus_and_bytes_of_its_own():
+    name = "qwen3_30b_a3b_base"
+    cluster = Cluster(DEVICES["h200"], 6, 8)
+    alone = plan_run(facts(name), cluster)
+    plan = plan_run(facts(name, *TEACHER), cluster)
+    # Two servers of eight GPUs.
+    assert plan.gpus == alone.gpus + 16
+    assert sum(node.engine for node in plan.nodes) == sum(node.engine for node in alone.nodes) + 16
+    assert plan.fits
+    # 235.1 B parameters in bf16; eight ranks hold the same norms and routers.
+    assert plan.teachers["big"].weights * 8 == pytest.approx(2 * 235.1e9, rel=0.01)
+    sampled = plan.facts.rollout.responses * plan.facts.rollout.mean_response
+    # An fp32 log-probability of the token; an int32 id and an fp32 log-probability for each of K.
+    assert plan.columns.teacher == sampled * (4 + 64 * 8)
+    assert plan.columns.replicas == alone.columns.replicas + plan.columns.teacher
+    # The trainer computes log pi at the teacher's ids.
+    assert plan.fullest.activations.total > alone.fullest.activations.total
+    assert alone.columns.teacher == 0
+    # One GPU cannot hold the teacher.
+    small = plan_run(facts(name, TEACHER[0].replace("8", "1")), cluster)
+    assert any(fault.startswith("teacher big: engine GPU memory") for fault in small.faults)
+    with pytest.raises(ConfigError, match=r"distillation\.teachers: no config\.json in none"):
+        facts(name, "distillation.teachers={t: {hf_checkpoint: none}}")
