@@ -264,7 +264,7 @@ def test_servers_of_a_teacher_are_followed_and_checked(material: Path, url: str)
         np.testing.assert_allclose(columns["teacher_log_probs"], of_tokens, atol=1e-5, rtol=0)
         second = next(s for s in fleet.record.teachers() if s.teacher == "big")
         assert second.incarnation == 2
-        refused = replace(tokens, token_ids=[*SEQUENCES[1], 10**6])
+        refused = replace(tokens, token_ids=SEQUENCES[2] * 20)
         with pytest.raises(EngineRequestError):
             runner.run(client.score(refused))
         runner.run(client.close())
