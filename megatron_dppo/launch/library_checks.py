@@ -20,6 +20,7 @@ from megatron_dppo.config import (
     check_supervised_config,
 )
 from megatron_dppo.config.data_schema import EnvironmentConfig, RewardTerm
+from megatron_dppo.config.distillation import key_of
 from megatron_dppo.config.forwarded import (
     DDP,
     MEGATRON,
@@ -286,22 +287,30 @@ def optimizer_faults(optimizer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def server_faults(config: TrainConfig) -> Iterator[str]:
-    """Yield the faults of the ``sglang:`` table, found by the interpreter that will run the servers.
+    """Yield the faults of the ``sglang:`` tables, the teachers' too, as the interpreter of the servers finds them.
 
     A missing SGLang is a fault only if servers start on this machine.
     """
-    if not SGLANG.free(config.sglang):
+    yield from _table_faults(config, config.sglang)
+    for name, teacher in config.distillation.teachers.items():
+        for fault in _table_faults(config, teacher.sglang):
+            yield f"{key_of(name)}.{fault}"
+
+
+def _table_faults(config: TrainConfig, table: Mapping[str, Any]) -> Iterator[str]:
+    if not SGLANG.free(table):
         return
     from megatron_dppo.engine.server_arguments import table_faults, table_faults_elsewhere
 
     python = config.engine.python
     try:
         if python is None:
-            yield from table_faults(config.sglang)
+            yield from table_faults(table)
         else:
-            yield from table_faults_elsewhere(config.sglang, python)
+            yield from table_faults_elsewhere(table, python)
     except LibraryMissingError as error:
-        if Roles.of(config).servers:
+        roles = Roles.of(config)
+        if roles.servers or roles.teachers:
             yield f"{SGLANG.name}: can't be checked: {error}"
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.config_files import DENSE, MOE, faults_of, write_checkpoint
+from megatron_dppo.config import load_config
+from megatron_dppo.launch.library_checks import server_faults
+from tests.unit.config_files import DENSE, MOE, faults_of, minimal, write_checkpoint, write_config
 
 URL = "http://10.0.0.7:30000"
 
@@ -97,3 +99,11 @@ def test_an_algorithm_with_a_bound_over_the_step_is_refused(tmp_path: Path, teac
     (fault,) = faults_of(tmp_path, teachers(teacher), "algorithm.name=m2po")
     assert fault.startswith("algorithm.name: got m2po with distillation.teachers")
     assert faults_of(tmp_path, teachers(teacher), "algorithm.name=pg-is") == []
+
+
+def test_sglangs_own_fields_are_checked_for_a_teacher(tmp_path: Path, teacher: Path) -> None:
+    words = [teachers(teacher, sglang="{max_total_tokenz: 9}")]
+    config = load_config(str(write_config(tmp_path, minimal(tmp_path))), words)
+    (fault,) = server_faults(config)
+    assert fault.startswith("distillation.teachers.t0.sglang.max_total_tokenz: got 9")
+    assert not list(server_faults(load_config(str(tmp_path / "config.yaml"), [teachers(teacher)])))
