@@ -20,7 +20,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import SavedBatch
 from megatron_dppo.data.problems import load_tokenizer
 from megatron_dppo.data.records import DataError
-from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineAnswerError, EngineMismatchError, EngineRequestError
 from megatron_dppo.engine.process import EngineProcess
@@ -29,7 +29,7 @@ from megatron_dppo.fleet.endpoint import RecordClient
 from megatron_dppo.fleet.record import API_KEY_VARIABLE
 from megatron_dppo.fleet.teachers import TeacherClient
 from megatron_dppo.loop.inputs import RunData
-from megatron_dppo.loop.teachers import require_columns
+from megatron_dppo.loop.teachers import TeacherPrompts, Teachers, require_columns
 from megatron_dppo.metrics.records import read_records
 from megatron_dppo.spec import RunSpec, TeacherSpec
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -236,6 +236,32 @@ def test_a_run_with_two_teachers(material: Path) -> None:
     assert not list(again.directory.glob("logs/*teacher*"))
 
 
+def _check_branches(
+    config: TrainConfig, spec: RunSpec, record: RecordClient, reference: PreTrainedModel
+) -> None:
+    """An episode of two branches: each is scored as a sequence, and observations between its turns have no row."""
+    first, second = SEQUENCES[1], SEQUENCES[0]
+    masks = [np.zeros(len(first), bool), np.zeros(len(second), bool)]
+    # Two turns of three tokens with an observation between them, and one turn of two.
+    masks[0][[10, 11, 12, 20, 21, 22]] = True
+    masks[1][[6, 7]] = True
+    parts = zip((first, second), masks, strict=True)
+    branches = [Trajectory(0, 0, np.array(tokens), mask) for tokens, mask in parts]
+    data = RunData(config)
+    scores = Teachers(config, spec, TeacherPrompts(config, data), record, lambda: False)
+    problem = next(p for p in data.train.problems if p.metadata["teacher"] == "big")
+    answer = scores.submit(problem, Trajectory.of_branches(branches)).result()
+    scores.close()
+    assert answer.unavailable is None
+    expected = [
+        float(log_probs_of(reference, tokens)[position - 1, tokens[position]])
+        for tokens, mask in zip((first, second), masks, strict=True)
+        for position in np.flatnonzero(mask)
+    ]
+    np.testing.assert_allclose(answer.columns["teacher_log_probs"], expected, atol=1e-5, rtol=0)
+    assert answer.columns["teacher_topk_ids"].shape == (8, 5)
+
+
 def test_servers_of_a_teacher_are_followed_and_checked(material: Path, url: str) -> None:
     """A killed server's calls wait for its next start. A server of another checkpoint is refused at the start."""
     config = load_config(material, ["engine.servers=0", "engine.max_restarts=3"])
@@ -259,6 +285,7 @@ def test_servers_of_a_teacher_are_followed_and_checked(material: Path, url: str)
         first = next(s for s in fleet.record.teachers() if s.teacher == "big")
         # A teacher's servers never become servers of the policy.
         assert fleet.record.servers() == []
+        _check_branches(config, spec, fleet.record, reference)
         kill(first)
         columns = runner.run(client.score(tokens))
         np.testing.assert_allclose(columns["teacher_log_probs"], of_tokens, atol=1e-5, rtol=0)
