@@ -23,16 +23,17 @@ _GROUP = 2
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Load a recipe of either kind for the planner. Raises ConfigError."""
-    if _is_supervised(Path(path)):
+    if is_supervised(Path(path)):
         return as_replayed(load_as(SupervisedConfig, path, overrides))
     return load_config(path, overrides)
 
 
-def _is_supervised(path: Path) -> bool:
+def is_supervised(path: Path) -> bool:
+    """Whether the recipe is of a supervised run. False for a file that can't be read."""
     try:
         training = read_with_bases(path, SupervisedConfig).get("training")
     except ConfigError:
-        # The file can't be read. ``load_config`` says why.
+        # ``load_config`` says why.
         return False
     return isinstance(training, dict) and _SEQUENCES in training
 

@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_dppo.cluster.known_models import KnownModel, read_model, read_or_guess_model
+from megatron_dppo.cluster.planner.recipes import is_supervised
 from megatron_dppo.cluster.rehearsal import (
     RESULT,
     attempts,
@@ -34,19 +35,22 @@ from megatron_dppo.cluster.rehearsal.findings import findings
 from megatron_dppo.cluster.rehearsal.layout import smaller_layout
 from megatron_dppo.cluster.rehearsal.problems import Problems, make_problems, metadata_of_toys
 from megatron_dppo.cluster.rehearsal.shrinking import Omission, RehearsalInputs
+from megatron_dppo.cluster.rehearsal.supervised import SupervisedRehearsal
 from megatron_dppo.cluster.rehearsal.tokenizer import write_tokenizer
 from megatron_dppo.cluster.rehearsal.usage import MIB, UsageByPhase, UsageSample
 from megatron_dppo.cluster.rehearsal.weights import write_model
 from megatron_dppo.config import (
     ConfigError,
+    SupervisedConfig,
     TrainConfig,
     check_config,
     forwarded,
+    load_as,
     load_config,
     resolved_yaml,
 )
 from megatron_dppo.config.machine import this_machine
-from megatron_dppo.config.schema import ParallelConfig, TeacherConfig
+from megatron_dppo.config.schema import ParallelConfig, PolicyConfig, TeacherConfig
 from megatron_dppo.data.tokenizer import has_tokenizer
 from megatron_dppo.engine.server_arguments import table_faults_elsewhere
 from megatron_dppo.environments.over_http import absent_services
@@ -81,6 +85,8 @@ _PREPARATIONS = 4
 """Number of phases before the first process starts."""
 _IMPORT_AND_RUNS = 3
 """Number of phases after the preparations: the import of the libraries, and two runs."""
+_SUPERVISED_PREPARATIONS = 3
+_SUPERVISED_RUNS = 2
 # Rough memory and processor seconds of processes, for the estimate before a start.
 _SERVER_MIB = 1600
 _RANK_MIB = 300
@@ -131,6 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ends_early = options.dry_run or options.on_nodes is not None
     phases = RehearsalPhases(_PREPARATIONS if ends_early else _PREPARATIONS + _IMPORT_AND_RUNS)
     try:
+        if is_supervised(Path(options.recipe)):
+            phases.count = _SUPERVISED_PREPARATIONS + (0 if ends_early else _SUPERVISED_RUNS)
+            return Rehearsal(options, phases).run_supervised()
         return Rehearsal(options, phases).run()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -212,6 +221,49 @@ class Rehearsal:
         finally:
             fork_servers.close()
 
+    def run_supervised(self) -> int:
+        """Run all phases of a supervised recipe. Raises DataError, too."""
+        if self.options.on_nodes is not None:
+            fault = "a supervised recipe is rehearsed on this machine only"
+            raise ConfigError([fault], str(self.recipe))
+        with self.phases.phase("read the recipe"):
+            config = load_as(SupervisedConfig, self.recipe, self.options.overrides)
+            known_model = self._known_model(config)
+            self._set_aside()
+            placement = self._placement(config)
+        rehearsal = SupervisedRehearsal(
+            self.recipe,
+            config,
+            self._layout(config),
+            known_model,
+            self.directory,
+            phase=self.phases.phase,
+            say=say,
+        )
+        path = self.directory / CONFIG
+        rehearsal_config = rehearsal.prepare(path)
+        if self.options.dry_run:
+            say(f"nothing was started; megatron-dppo supervised {path} is the rehearsal's run")
+            return 0
+        runs = rehearsal.train(path)
+        if runs[-1].code != 0:
+            _fail(self.phases.current, runs[-1].failure(), attempts.key_of(runs[-1].errors))
+            return FAILED
+        rows = rehearsal.findings(rehearsal_config)
+        parts = ["supervised training", "checkpoint, stop, resume, held-out loss, export"]
+        verdict.show(CONSOLE, rows, rehearsal.omissions, rehearsal.usage, parts)
+        if placement is not None:
+            CONSOLE.print(f"on {self.options.nodes} nodes:\n{placement.table()}", soft_wrap=True)
+        faults = [
+            f"{r.label} {r.measured}, expected {r.expected}" for r in rows if r.holds is False
+        ]
+        if faults:
+            _fail("judge", "; ".join(faults))
+            return FAILED
+        layout = Layout.of(rehearsal_config.parallel.sizes).describe()
+        CONSOLE.print(f"passed: {self.recipe} works on {layout} with a tiny model", soft_wrap=True)
+        return 0
+
     def run_prepared(self) -> int:
         """Run and judge a rehearsal that another process has prepared in the folder (``--on-nodes``)."""
         path = self.directory / CONFIG
@@ -219,8 +271,8 @@ class Rehearsal:
         omissions = [Omission(**entry) for entry in entries]
         return self._train(path, load_config(path), omissions, None)
 
-    def _known_model(self, config: TrainConfig) -> KnownModel:
-        is_moe = config.parallel.expert > 1 or config.rollout.router_replay
+    def _known_model(self, config: PolicyConfig) -> KnownModel:
+        is_moe = config.parallel.expert > 1 or config.router_replay
         known_model = read_or_guess_model(config.model.hf_checkpoint, is_moe=is_moe)
         if known_model.missing and self.options.strict:
             raise ConfigError([f"model.hf_checkpoint: {known_model.missing}"], str(self.recipe))
@@ -251,12 +303,12 @@ class Rehearsal:
         for key in keys:
             say(f"  {key}: {replacements.get(key, 'the recipe has it here')}")
 
-    def _layout(self, config: TrainConfig) -> ParallelConfig:
+    def _layout(self, config: PolicyConfig) -> ParallelConfig:
         if self.options.ranks is None:
             return config.parallel
         return smaller_layout(config.parallel, self.options.ranks)
 
-    def _placement(self, config: TrainConfig) -> Placement | None:
+    def _placement(self, config: PolicyConfig) -> Placement | None:
         """Place the recipe's own ranks and servers on the cluster that the options describe."""
         if self.options.nodes is None:
             return None

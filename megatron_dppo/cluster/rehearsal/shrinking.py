@@ -21,7 +21,7 @@ from megatron_dppo.config.forwarded import (
     OptionFact,
 )
 from megatron_dppo.config.loading import merged
-from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.config.schema import ParallelConfig, PolicyConfig
 from megatron_dppo.model.engine_layout import server_ranks
 from megatron_dppo.model.splits import ceil_to
 
@@ -183,41 +183,25 @@ def _changes(
     }
     if not inputs.has_own_tokenizer:
         rollout["stop_token_ids"] = []
+    trainer = trainer_changes(
+        config,
+        parallel,
+        inputs.directory,
+        inputs.model,
+        steps=STEPS,
+        on_one_machine=inputs.node_device is None,
+    )
     return {
-        "run": {
-            "directory": str(inputs.directory),
-            "steps": STEPS,
-            "resume": "auto",
-            "sha256_list": None,
-            "show_sample_every": 1,
-            "processes_per_core": _ANY_PROCESSES,
-            # Restart nothing: the death of a process is a finding.
-            "max_restarts": 0,
-        },
-        "model": {"hf_checkpoint": str(inputs.model)},
-        "lora": {"start_from": None},
+        **trainer,
         "rollout": rollout,
         "algorithm": {
             "aggregation_constant": None,
             "overlong_tokens": min(config.algorithm.overlong_tokens, max_response_tokens // 2),
         },
         "environment": _environment(config, inputs),
-        "parallel": {
-            **parallel.model_dump(),
-            **small_stages(parallel),
-            "interface": None if inputs.node_device is None else config.parallel.interface,
-            "collective_timeout_s": max(parallel.collective_timeout_s, _WAIT_S),
-        },
         "training": {
             "prompts_per_mini_batch": prompts_per_mini_batch,
             "micro_batch_tokens": _MICRO_BATCH_SEQUENCES * longest,
-        },
-        "optimizer": {
-            "lr": max(config.optimizer.lr, _LEARNING_RATE),
-            "warmup_steps": 0,
-            "schedule": "constant",
-            "decay_steps": None,
-            "min_lr": 0.0,
         },
         "engine": {
             "servers": inputs.servers,
@@ -267,6 +251,54 @@ def _distillation(config: TrainConfig, inputs: RehearsalInputs) -> dict[str, Any
         "request_timeout_s": max(section.request_timeout_s, _WAIT_S),
     }
     return {**section.model_dump(), **changes}
+
+
+def trainer_changes(
+    config: PolicyConfig,
+    parallel: ParallelConfig,
+    directory: Path,
+    model: Path,
+    *,
+    steps: int,
+    on_one_machine: bool = True,
+) -> dict[str, Any]:
+    """Return the changed keys, by section, that runs of both kinds share.
+
+    Args:
+        config: the recipe.
+        parallel: the layout to rehearse.
+        directory: folder of the run.
+        model: the tiny model's folder.
+        steps: steps of the run.
+        on_one_machine: whether all ranks are on this machine.
+    """
+    return {
+        "run": {
+            "directory": str(directory),
+            "steps": steps,
+            "resume": "auto",
+            "sha256_list": None,
+            "show_sample_every": 1,
+            "processes_per_core": _ANY_PROCESSES,
+            # Restart nothing: the death of a process is a finding.
+            "max_restarts": 0,
+        },
+        "model": {"hf_checkpoint": str(model)},
+        "lora": {"start_from": None},
+        "parallel": {
+            **parallel.model_dump(),
+            **small_stages(parallel),
+            "interface": None if on_one_machine else config.parallel.interface,
+            "collective_timeout_s": max(parallel.collective_timeout_s, _WAIT_S),
+        },
+        "optimizer": {
+            "lr": max(config.optimizer.lr, _LEARNING_RATE),
+            "warmup_steps": 0,
+            "schedule": "constant",
+            "decay_steps": None,
+            "min_lr": 0.0,
+        },
+    }
 
 
 def _group_size(config: TrainConfig) -> int:
@@ -421,9 +453,14 @@ def _dropped_options(config: TrainConfig, inputs: RehearsalInputs) -> dict[str, 
     """
     if inputs.on_gpus:
         return {"sglang": [], "megatron": [], "megatron_optimizer": []}
+    sglang = [key for key in config.sglang if key not in UNCHECKED_ENGINE_OPTIONS]
+    return {"sglang": sglang, **dropped_trainer_options(config)}
+
+
+def dropped_trainer_options(config: PolicyConfig) -> dict[str, list[str]]:
+    """Return the options of Megatron-Core, by table, that a rehearsal on CPUs drops."""
     gpu_options = MEGATRON.options_with(OptionFact.GPU_ONLY)
     return {
-        "sglang": [key for key in config.sglang if key not in UNCHECKED_ENGINE_OPTIONS],
         "megatron": [key for key in config.megatron if key in gpu_options],
         "megatron_optimizer": _dropped_adam_options(config.megatron_optimizer),
     }

@@ -1,0 +1,239 @@
+"""The rehearsal of a supervised recipe: its layout and its data with a tiny model, stopped once and resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.cluster.known_models import KnownModel
+from megatron_dppo.cluster.rehearsal import attempts, shrinking, tiny_model, tiny_sizes
+from megatron_dppo.cluster.rehearsal.problems import toy_rows
+from megatron_dppo.cluster.rehearsal.shrinking import Omission
+from megatron_dppo.cluster.rehearsal.tokenizer import write_tokenizer
+from megatron_dppo.cluster.rehearsal.usage import UsageByPhase
+from megatron_dppo.cluster.rehearsal.weights import write_model
+from megatron_dppo.config import SupervisedConfig, check_supervised_config, resolved_yaml
+from megatron_dppo.config.data_files import data_files
+from megatron_dppo.config.loading import merged
+from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.data.problems import PromptForm, load_tokenizer, load_turns
+from megatron_dppo.data.records import DataError, Record, read_all_records
+from megatron_dppo.data.tokenizer import has_tokenizer
+from megatron_dppo.metrics import table as metric_names
+from megatron_dppo.metrics.records import EXPORT_FOLDER, read_records, series
+from megatron_dppo.metrics.verdict import VerdictRow
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.splits import ceil_to
+from megatron_dppo.supervised import MODULE
+
+STEPS = 6
+_ROWS = 64
+_FIRST_ROWS = 512
+"""Number of rows at a file's beginning, of which the shortest are selected."""
+FORM = attempts.RunForm((sys.executable, "-m", MODULE), signal.SIGINT, attempts.LOCAL.environment)
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+class SupervisedRehearsal:
+    """The files and runs of one rehearsal.
+
+    Args:
+        recipe: path of the recipe.
+        config: the recipe, with the user's overrides.
+        parallel: the layout to rehearse.
+        known_model: the recipe's model.
+        folder: folder of the rehearsal.
+        phase: announces and measures a phase.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        recipe: Path,
+        config: SupervisedConfig,
+        parallel: ParallelConfig,
+        known_model: KnownModel,
+        folder: Path,
+        *,
+        phase: Phase,
+        say: Callable[[str], None],
+    ) -> None:
+        self._recipe = recipe
+        self._config = config
+        self._parallel = parallel
+        self._known_model = known_model
+        self._folder = folder
+        self._phase = phase
+        self._say = say
+        self._model = folder / "model"
+        self._run_directory = folder / "run"
+        self.usage = UsageByPhase()
+        self.omissions: list[Omission] = []
+        if known_model.missing:
+            self._leave_out("model.hf_checkpoint", known_model.missing)
+        if config.parallel.sizes != parallel.sizes:
+            ranks = f"{config.parallel.world_size} ranks are rehearsed as {parallel.world_size}"
+            self._leave_out("parallel", f"the recipe's {ranks} (--ranks)")
+
+    def _leave_out(self, key: str, reason: str) -> None:
+        self.omissions.append(Omission(key, reason))
+
+    def prepare(self, path: Path) -> SupervisedConfig:
+        """Make the tokenizer, the data, the model and the rehearsal's configuration, and write it to ``path``.
+
+        Raises ConfigError and DataError for faults of the recipe.
+        """
+        with self._phase("make the tokenizer and the data"):
+            source = self._config.model.hf_checkpoint
+            has_own_tokenizer = has_tokenizer(source)
+            if not has_own_tokenizer:
+                self._leave_out("model.hf_checkpoint", shrinking.NO_TOKENIZER)
+            write_tokenizer(self._model, source if has_own_tokenizer else None)
+            data = self._data()
+            longest = self._longest_sequence([data["train"], *data["evaluation"].values()])
+        with self._phase("make a tiny model and the rehearsal's configuration"):
+            sizes = tiny_sizes.tiny_sizes(
+                self._parallel.sizes,
+                self._known_model.shape,
+                longest,
+                all_to_all=self._config.megatron.get("cp_comm_type") == "a2a",
+            )
+            values = tiny_model.tiny_config(
+                self._known_model, sizes, own_tokenizer=has_own_tokenizer
+            )
+            count = write_model(
+                self._model, values, self._config.model.dtype, self._config.run.seed
+            )
+            self._say(f"  a random model of {count:,} parameters: {sizes.describe()}")
+            config = self._shrunk(data, longest)
+            check_supervised_config(config, str(self._recipe))
+            path.write_text(resolved_yaml(config), encoding="utf-8")
+        return config
+
+    def _data(self) -> dict[str, Any]:
+        """Write rows of the recipe's files, or toy pairs; return the changed keys of ``data``."""
+        folder = self._folder / "problems"
+        folder.mkdir(parents=True, exist_ok=True)
+        paths: dict[str, str] = {}
+        files = {"data.train": self._config.data.train}
+        for name, file in self._config.data.evaluation.items():
+            files[f"data.evaluation.{name}"] = file
+        for number, (key, file) in enumerate(files.items()):
+            path = folder / f"{number}.jsonl"
+            rows = self._rows(key, file, seed=number)
+            path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+            paths[key] = str(path)
+        train = paths.pop("data.train")
+        evaluation = {key.rpartition(".")[2]: path for key, path in paths.items()}
+        return {"train": train, "evaluation": evaluation}
+
+    def _rows(self, key: str, file: str, seed: int) -> Sequence[Record]:
+        fault = data_files(file).fault
+        if fault is not None:
+            reason = f"{file} is not here (expected {fault}); toy sums replace it"
+            self._leave_out(key, reason)
+            toys = toy_rows(_ROWS, seed)
+            return [{"prompt": row["prompt"], "response": row["answer"]} for row in toys]
+        try:
+            records = read_all_records(file).records[:_FIRST_ROWS]
+        except DataError as error:
+            raise DataError(f"{key}: {error}") from error
+        return sorted(records, key=lambda record: len(json.dumps(record, default=str)))[:_ROWS]
+
+    def _longest_sequence(self, paths: Sequence[str]) -> int:
+        data = self._config.data
+        form = PromptForm(data.apply_chat_template, arguments=data.chat_template_arguments)
+        tokenizer = load_tokenizer(self._model)
+        longest = 1
+        for path in paths:
+            turns = load_turns(path, tokenizer, form=form, only_last=data.turns == "last")
+            for sequence in turns:
+                longest = max(longest, sum(map(len, sequence)))
+        return longest
+
+    def _shrunk(self, data: dict[str, Any], longest: int) -> SupervisedConfig:
+        """Return the rehearsal's configuration: the recipe with as few changes as a run of minutes needs."""
+        config = self._config
+        parallel = self._parallel
+        changes = shrinking.trainer_changes(
+            config, parallel, self._run_directory, self._model, steps=STEPS
+        )
+        changes |= {
+            "training": {
+                "sequences_per_step": ceil_to(
+                    max(4, parallel.data * parallel.pipeline), parallel.data
+                ),
+                "micro_batch_tokens": 2 * longest,
+            },
+            "evaluation": {"every": 2},
+            "checkpoint": {"every": 1, "keep": 2},
+            "tracking": {"trackers": []},
+        }
+        values = merged(config.model_dump(), changes)
+        for table, keys in shrinking.dropped_trainer_options(config).items():
+            if keys:
+                self._leave_out(table, f"{', '.join(keys)}: for GPUs")
+            options = getattr(config, table)
+            values[table] = {key: value for key, value in options.items() if key not in keys}
+        values["data"] = {**values["data"], **data}
+        return SupervisedConfig.model_validate(values)
+
+    def train(self, path: Path) -> list[attempts.RehearsalRun]:
+        """Run the configuration until it is stopped, and then to its end. The last run may have failed."""
+        runs: list[attempts.RehearsalRun] = []
+        for label, stop_after in (("train and be stopped", 1), ("resume, evaluate, export", None)):
+            with self._phase(label):
+                run = attempts.run_attempt(
+                    path,
+                    self._run_directory,
+                    self.usage,
+                    partial(_phase_of, label),
+                    stop_after=stop_after,
+                    form=FORM,
+                )
+            if attempts.was_interrupted(run):
+                raise KeyboardInterrupt
+            if run.was_stopped and run.code != 0:
+                run = replace(run, code=0)
+            runs.append(run)
+            if run.code != 0:
+                break
+        return runs
+
+    def findings(self, config: SupervisedConfig) -> list[VerdictRow]:
+        """Compare the results of the finished runs with what every healthy run keeps."""
+        records = read_records(self._run_directory)
+        steps, losses = series(records, metric_names.NEGATIVE_LOG_LIKELIHOOD)
+        _, norms = series(records, metric_names.GRAD_NORM)
+        rows = [
+            VerdictRow("layout", Layout.of(config.parallel.sizes).describe(), "the recipe's"),
+            VerdictRow("steps", f"{len(steps)}", f"{STEPS}", list(steps) == [*range(1, STEPS + 1)]),
+            VerdictRow(
+                "-log pi of the first and the last step",
+                f"{losses[0]:.3f}, {losses[-1]:.3f}",
+                "falls",
+                losses[-1] < losses[0],
+            ),
+            VerdictRow("largest gradient norm", f"{max(norms):.2g}", "above 0", max(norms) > 0),
+        ]
+        for name in config.data.evaluation:
+            _, held_out = series(records, metric_names.held_out_loss(name))
+            measured = ", ".join(f"{loss:.3f}" for loss in held_out)
+            rows.append(VerdictRow(f"-log pi of {name}", measured, "measured", bool(held_out)))
+        has_export = (self._run_directory / EXPORT_FOLDER / "config.json").is_file()
+        rows.append(
+            VerdictRow("export", "written" if has_export else "none", "written", has_export)
+        )
+        return rows
+
+
+def _phase_of(label: str, step: int) -> str:
+    """Return the name of a run's phase. A supervised run has one phase for all steps."""
+    return label
