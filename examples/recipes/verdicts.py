@@ -48,6 +48,8 @@ NODES = {
     "qwen3_next_80b_a3b_gsm8k": 6,
     "qwen3_5_35b_a3b_gsm8k": 4,
     "gpt_oss_20b_gsm8k": 2,
+    "qwen3_30b_a3b_base_taught": 5,
+    "qwen3_1.7b_base_taught": 1,
 }
 """Recipe -> number of nodes."""
 GPUS_PER_NODE = {"olmoe_1b_7b_gsm8k": 4}

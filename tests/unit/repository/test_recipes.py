@@ -31,6 +31,8 @@ OURS = {
     "qwen3_next_80b_a3b_gsm8k": ("qwen3-next-80b-a3b-instruct", 4),
     "qwen3_5_35b_a3b_gsm8k": ("qwen3.5-35b-a3b", 4),
     "gpt_oss_20b_gsm8k": ("gpt-oss-20b", 4),
+    "qwen3_30b_a3b_base_taught": ("qwen3-30b-a3b-base", 8),
+    "qwen3_1.7b_base_taught": ("qwen3-1.7b-base", 4),
 }
 PAPER = {
     "qwen3_30b_a3b_base": ("qwen3-30b-a3b-base", 8),
@@ -86,17 +88,27 @@ def test_a_recipe_of_the_paper_samples_unchanged_and_trains_in_bfloat16(name):
     assert config.model.dtype == "bfloat16"
 
 
+def model_folder(folder, model):
+    """Return the checkpoint's folder of a model in examples/model_configs, with empty weights and tokenizer."""
+    checkpoint = folder / model
+    shutil.copytree(ROOT / "examples" / "model_configs" / model, checkpoint)
+    for file in ("model.safetensors", "tokenizer.json"):  # no check reads these files
+        (checkpoint / file).touch()
+    return checkpoint
+
+
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("algorithm", ["grpo-clip-higher", "dppo-topk-kl"])
 def test_the_recipe_passes_every_check_with_any_algorithm(name, algorithm, tmp_path):
-    checkpoint = tmp_path / "model"
-    shutil.copytree(ROOT / "examples" / "model_configs" / STEPS[name][0], checkpoint)
-    for file in ("model.safetensors", "tokenizer.json"):  # no check reads these files
-        (checkpoint / file).touch()
+    checkpoint = model_folder(tmp_path, STEPS[name][0])
     data = tmp_path / "data.jsonl"
     data.touch()
     recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
     assert recipe["run"]["directory"].startswith("runs/")
+    teachers = []
+    for teacher in recipe.get("distillation", {}).get("teachers", {}):
+        folder = model_folder(tmp_path, teacher)
+        teachers.append(f"distillation.teachers.{teacher}.hf_checkpoint={folder}")
     config = load_config(
         RECIPES / f"{name}.yaml",
         [
@@ -105,6 +117,7 @@ def test_the_recipe_passes_every_check_with_any_algorithm(name, algorithm, tmp_p
             f"model.hf_checkpoint={checkpoint}",
             f"data.train={data}",
             f"data.evaluation={{held_out: {data}}}",
+            *teachers,
         ],
     )
     layout = check_config(config, name)
