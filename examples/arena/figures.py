@@ -41,7 +41,12 @@ OVER: tuple[dict[str, Any], ...] = tuple(
     {"linestyle": dashes, "linewidth": 2} for dashes in ("-", (0, (4, 1.5)), (0, (1.5, 1.5)))
 )
 """Styles of the other rules' lines, in turn."""
-UNITS = {names.REWARD: "reward", names.GAP: "mean |pi - mu|", names.ENTROPY: "entropy, nats"}
+UNITS = {
+    names.REWARD: "reward",
+    names.GAP: "mean |pi - mu|",
+    names.ENTROPY: "entropy, nats",
+    names.TEACHER_GAP: "log pi - log p_T, nats",
+}
 CURVES: dict[Outcome, tuple[str, ...]] = {
     final: (names.REWARD, names.GAP),
     loss_of_best: (names.REWARD, names.GAP),

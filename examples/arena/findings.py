@@ -208,7 +208,8 @@ were the true ones.
 - [tests.csv](findings/tests.csv): every test with both p values, and the difference of one pair in the real loop;
 - [rules.csv](findings/rules.csv): the final reward of every rule in each setting;
 - [settings.csv](findings/settings.csv): task, mismatch and learning rate of each setting, such as `drift` or `coarse`;
-- `examples/arena/README.md` describes the lab; [fp8.md](findings/fp8.md) has rules under FP8 rollouts.
+- `examples/arena/README.md` describes the lab; [fp8.md](findings/fp8.md) has rules under FP8 rollouts,
+  [distillation.md](findings/distillation.md) a teacher with and without a mask.
 """
 
 CLAIM_TABLE = (

@@ -18,7 +18,7 @@ import torch
 import yaml
 from matplotlib.image import imread
 
-from examples.arena import figures, findings, fp8, readings, real_loop, speed, tasks
+from examples.arena import distillation, figures, findings, fp8, readings, real_loop, speed, tasks
 from examples.arena.claims import (
     CLAIMS,
     OTHERS,
@@ -394,7 +394,7 @@ def test_the_kept_page_and_its_figures_are_those_of_the_kept_runs():
     assert (DOCS / "findings" / "settings.csv").read_text() == findings.settings_csv(records)
     decided = {name for name, verdict in found.items() if verdict.word is not None}
     figure_names = {path.stem for path in (DOCS / "findings").glob("*.png")}
-    assert figure_names == decided | {"shown", "fp8"}
+    assert figure_names == decided | {"shown", "fp8", "distillation"}
     reasons = yaml.safe_load(findings.REASONS.read_text(encoding="utf-8"))
     answers = reasons.pop(findings.ANSWERS)
     assert decided <= reasons.keys() <= {claim.name for claim in CLAIMS}
@@ -408,11 +408,13 @@ def test_the_kept_page_and_its_figures_are_those_of_the_kept_runs():
         assert not is_row or len({len(re.findall(r"(?<!\\)\|", row)) for row in table}) == 1
 
 
-def test_the_kept_page_of_fp8_is_that_of_its_kept_runs():
-    records = read_results(DOCS / "findings" / "fp8.jsonl.gz")
-    assert (DOCS / "findings" / "fp8.md").read_text() == fp8.page_of(records)
-    tests = findings.tests_csv(fp8.CLAIMS, findings.verdicts(fp8.CLAIMS, records), records)
-    assert (DOCS / "findings" / "fp8_tests.csv").read_text() == tests
+@pytest.mark.parametrize("study", [fp8, distillation])
+def test_the_kept_page_of_a_study_is_that_of_its_kept_runs(study):
+    name = study.RESULTS.stem
+    records = read_results(DOCS / "findings" / f"{name}.jsonl.gz")
+    assert (DOCS / "findings" / f"{name}.md").read_text() == study.page_of(records)
+    tests = findings.tests_csv(study.CLAIMS, findings.verdicts(study.CLAIMS, records), records)
+    assert (DOCS / "findings" / f"{name}_tests.csv").read_text() == tests
 
 
 # --- figures
