@@ -167,7 +167,7 @@ class MessagePlacement:
 
     def __init__(self, message: Message, blocks: Blocks, dtype_of: DtypeOf) -> None:
         self.message = message
-        self._runs: list[_Run] = []
+        self._runs: list[_ByteRun] = []
         """Copies of bytes."""
         self._others: list[tuple[Slice, int, torch.dtype, Tensor, bool]] = []
         """Other slices: the slice, its first byte in the message, its dtype, its place, and whether 1 is added."""
@@ -188,9 +188,9 @@ class MessagePlacement:
             is_next = last.start + last.target.numel() == start
             joined = adjacent([last.target, target]) if is_next else None
             if joined is not None:
-                self._runs[-1] = _Run(last.start, joined)
+                self._runs[-1] = _ByteRun(last.start, joined)
                 return
-        self._runs.append(_Run(start, target))
+        self._runs.append(_ByteRun(start, target))
 
     def place(self, data: Tensor) -> None:
         """Copy the flat bytes of the message to their places."""
@@ -217,7 +217,7 @@ class MessagePlacement:
         self.place(data)
 
 
-class _Run(NamedTuple):
+class _ByteRun(NamedTuple):
     """Bytes of a message that go to one run of bytes in an engine tensor: the first byte, and the run."""
 
     start: int

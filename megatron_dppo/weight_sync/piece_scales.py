@@ -24,7 +24,7 @@ from megatron_dppo.model.shard_plan import Slice
 Values = Mapping[ParameterKey, Tensor]
 """A trainer rank's tensors, by chunk and name."""
 AllMax = Callable[[Tensor], Tensor]
-"""A collective: the element-wise maximum of the vectors of all ranks, in fp32."""
+"""A collective: the element-wise maximum of the int32 vectors of all ranks."""
 
 
 def _blocks_of(piece: Piece) -> range:
@@ -95,7 +95,9 @@ class PieceScales:
                 if place is not None:
                     exchanged[place] = torch.maximum(exchanged[place], row)
         if self._cut_size:
-            exchanged = all_max(exchanged)
+            # As bits, magnitudes have the order of floats, and a NaN is the largest. A maximum of floats over ranks can
+            # lose a NaN, and the ranks of a block would then have different scales. abs() clears the sign of a NaN.
+            exchanged = all_max(exchanged.abs().view(torch.int32)).view(torch.float32)
         for name, piece in self._pieces:
             for row, block in zip(largest[piece], _blocks_of(piece), strict=True):
                 place = self._cut.get((name, block))

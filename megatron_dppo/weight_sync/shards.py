@@ -204,7 +204,9 @@ class Shards:
                         last_runs[key] = len(runs)
                         runs.append(_HashedRun(key, start, part.bytes, where))
                     else:
-                        form = _Form(sent_dtype, held_dtype, part.shape, adds_one=place.adds_one)
+                        form = _HeldForm(
+                            sent_dtype, held_dtype, part.shape, adds_one=place.adds_one
+                        )
                         runs.append(_HashedRun(key, start, part.bytes, where, form))
             start += part.bytes
         return runs
@@ -238,7 +240,7 @@ Places = dict[tuple[EngineLayout, int, Segment], list[EnginePart]]
 """The places of a block in the tensors of an engine rank: (server layout, rank in the server, block) -> places."""
 
 
-class _Form(NamedTuple):
+class _HeldForm(NamedTuple):
     """How an engine holds sent values in another form: their dtypes, their shape, and whether the engine adds 1."""
 
     sent_dtype: torch.dtype
@@ -267,7 +269,7 @@ class _HashedRun(NamedTuple):
     start: int
     bytes: int
     place: Place
-    form: _Form | None = None
+    form: _HeldForm | None = None
 
     def is_followed_by(self, start: int, place: int) -> bool:
         """Return whether a run that begins at ``start``, and at byte ``place`` of the same tensor, follows this one."""
@@ -393,7 +395,7 @@ def _add_zeros(
     return zeros.nbytes
 
 
-class _MeetingPoint(NamedTuple):
+class _Rendezvous(NamedTuple):
     """The rendezvous of the group, its name, and its backend of torch.distributed."""
 
     address: str
@@ -468,7 +470,7 @@ class ShardStrategy(Strategy):
         return self.shards.plan.bound
 
     def meeting_point(self) -> Any:
-        """Return, on rank 0, the _MeetingPoint of the group as a list."""
+        """Return, on rank 0, the _Rendezvous of the group as a list."""
         if self._engines is None:
             return None
         if self._group is None:
@@ -493,7 +495,7 @@ class ShardStrategy(Strategy):
         """Join the group. Rank 0 also opens the update in the engines, and makes them receive all messages."""
         self.forwarded = 0
         self.between_nodes = 0
-        point = _MeetingPoint(*meeting_points[0])
+        point = _Rendezvous(*meeting_points[0])
         if self._rank not in self._members:
             return
         if self._group is None or self._group.name != point.name:
@@ -510,7 +512,7 @@ class ShardStrategy(Strategy):
         if self._engines is not None:
             self._requests = in_background(partial(self._receive, self._engines, point))
 
-    def _open_group(self, engines: Engines, point: _MeetingPoint) -> None:
+    def _open_group(self, engines: Engines, point: _Rendezvous) -> None:
         """Have every engine join the group."""
         size = len(self._members) + engines.ranks
         # Engines count their first ranks from 1, for a group with one trainer rank.
@@ -521,7 +523,7 @@ class ShardStrategy(Strategy):
         )
         self._all_arrive(engines, calls, f"opening the group {point.name}")
 
-    def _receive(self, engines: Engines, point: _MeetingPoint) -> None:
+    def _receive(self, engines: Engines, point: _Rendezvous) -> None:
         """Have every engine receive its messages."""
         instruction = Instruction(
             self.shards.facts,

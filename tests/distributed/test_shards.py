@@ -3,8 +3,9 @@ of them, equal those of whole tensors, bit for bit."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
@@ -175,11 +176,19 @@ def transfer(
 
 
 def transfers(
-    cases: dict[str, Any], bucket_bytes: int, device: str, *, quantized: bool = False
+    cases: dict[str, Any],
+    bucket_bytes: int,
+    device: str,
+    *,
+    quantized: bool = False,
+    planted: Sequence[tuple[str, int, int, float]] = (),
 ) -> dict[str, Any]:
+    """Run the transfers of ``cases``. ``planted``: name, row and column of elements, and their values."""
     dist.init_process_group("gloo")
     shape = FP8_SHAPE if quantized else SHAPE
     whole = whole_tensors(shape)
+    for name, row, column, value in planted:
+        whole[name][row, column] = value
     reports = {}
     for name, (layout, servers) in cases.items():
         facts = PlanFacts(
@@ -214,3 +223,18 @@ def test_every_engine_rank_has_what_whole_tensors_give_it(bucket_bytes: int, dev
 
 def test_blocks_of_fp8_are_those_of_whole_matrices() -> None:
     assert_right(FP8_CASES, 100_000, "cpu", quantized=True)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf], ids=["nan", "-nan", "inf"])
+def test_a_nan_in_any_piece_of_a_block_of_fp8_reaches_the_engines(value: float) -> None:
+    """With TP4 two ranks have 64 rows, or columns, of a block each. Element 0 is on the first of them, 127 on the
+    second: the scale of the whole block is NaN or infinite on both."""
+    layer = "model.layers.{}.self_attn.{}_proj.weight"
+    planted = [
+        (layer.format(0, "k"), 0, 5, value),
+        (layer.format(1, "k"), 127, 200, value),
+        (layer.format(0, "o"), 5, 0, value),
+        (layer.format(1, "o"), 130, 127, value),
+    ]
+    cases = {"TP4 to TP2": FP8_CASES["TP4 to TP2"]}
+    assert_right(cases, 100_000, "cpu", quantized=True, planted=planted)

@@ -10,7 +10,7 @@ over, a last start ends the run. Then three things must hold:
 - each batch has the problems that an undisturbed sampler draws, with all of their responses once;
 - each step is derived again from its saved batch, and gives weights with the hash in the batch's seal, bit for bit.
 
-    python -m tools.faults.chaos --folder /tmp/chaos [--duration 3600] [--every 15]
+    python -m tools.faults.chaos --folder /tmp/chaos [--duration 3600] [--every 15] [key=value ...]
 """
 
 from __future__ import annotations
@@ -136,14 +136,16 @@ class Tally:
 class LiveRun:
     """The disturbed run: its command, its processes and its progress."""
 
-    def __init__(self, config: Path, directory: Path) -> None:
+    def __init__(self, config: Path, directory: Path, overrides: Sequence[str] = ()) -> None:
         self._config = config
+        self._overrides = overrides
         self.directory = directory
         self.output = directory.with_suffix(".out")
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *overrides: str) -> None:
-        command = [sys.executable, "-m", "megatron_dppo.train", str(self._config), *overrides]
+        command = [sys.executable, "-m", "megatron_dppo.train", str(self._config)]
+        command += [*self._overrides, *overrides]
         with open(self.output, "ab") as file:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -345,7 +347,7 @@ def main() -> int:
     options = _parser().parse_args()
     folder = empty_folder(options.folder)
     config = make_material(folder)
-    run = LiveRun(config, folder / "run")
+    run = LiveRun(config, folder / "run", options.overrides)
     chaos = Chaos(run, options.every, options.seed)
     try:
         chaos.measure_calm()
@@ -379,6 +381,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("overrides", nargs="*", help="of the run's configuration, key=value")
     parser.add_argument("--folder", type=Path, default=Path("runs/chaos"), help="of the run")
     parser.add_argument("--duration", type=float, default=3600.0, help="seconds of kills (3600)")
     parser.add_argument("--every", type=float, default=15.0, help="mean seconds of a kill (15)")
