@@ -150,8 +150,8 @@ class RolloutConfig(Section):
     """
     interrupt: Literal["drain", "retract", "abort"] = "drain"
     """Effect of a weight update on responses in flight. ``drain``: the update waits for them. ``retract``: the engine
-    pauses them and continues with the new weights. ``abort``: the engine ends them, and the client requests the rest
-    after the update; recorded routing is kept. docs/staleness.md.
+    continues them with the new weights. ``abort``: the client requests the rest after the update. docs/staleness.md.
+
     """
     drop_zero_variance_groups: bool = False
     """Replace groups whose responses all have equal rewards, and so the advantage 0, by groups of further prompts."""
@@ -252,8 +252,7 @@ class TeacherConfig(Section):
     """A model that scores the tokens that the policy sampled, on SGLang servers."""
 
     hf_checkpoint: str
-    """Hugging Face folder of the teacher. The teacher's tokenizer must map the policy's ids to the same tokens. The
-    policy's own start checkpoint is a teacher too, for example with ``prompt_template``.
+    """Hugging Face folder of the teacher. The teacher's tokenizer must map the policy's ids to the same tokens.
     """
     servers: int | None = Field(default=None, ge=0, le=2**16)
     """Servers that the run starts. Empty: 1, or 0 if ``urls`` has servers."""
@@ -302,7 +301,7 @@ class DistillationConfig(Section):
     or of the whole advantage with ``sampled``.
     """
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time for a teacher to score one response."""
+    """Longest time of one attempt to score a sequence; after four attempts the response has no scores."""
 
 
 class ParallelConfig(Section):
@@ -463,9 +462,10 @@ class EngineConfig(Section):
     the trainer's dtype.
     """
     atomic_updates: bool = False
-    """Servers that the run starts keep the tensors of a weight update in host memory until the update is complete. This
-    takes as much host memory as the served weights. After an interrupted update they serve the previous version again.
-    false: they stay paused until the next update.
+    """Servers that the run starts keep the tensors of a weight update in host memory until the update is complete.
+    After an interrupted update they serve the previous version again. false: they stay paused until the next update.
+    docs/weight_sync.md.
+
     """
     python: str | None = None
     """Python interpreter of the servers and their router, with this package, SGLang and smg installed. Empty: the
@@ -504,21 +504,18 @@ class WeightSyncConfig(Section):
     network_gb_per_s: float | None = Field(default=None, gt=0)
     """Network bandwidth into a node, GB/s (1e9 bytes), from which ``weights/bound_s`` is computed."""
     changes_only: bool = False
-    """With all but ``disk``: send only the elements that changed since the last update. Every sender
-    keeps a copy of its weights in host memory. Whole weights are sent to a new server, after a failed update, and if
-    the changes are not fewer bytes.
-    """
+    """With all but ``disk``: send only the elements that changed since the last update; docs/weight_sync.md."""
     verify_every: int = Field(default=1, gt=0)
     """Compare a hash of every tensor at every n-th update; with ``changes_only`` at every update."""
     canary_every: int = Field(default=1, ge=0)
     """Compare fixed prompts' log-probabilities in trainer and engines at every n-th update; 0: never."""
     canary_largest: float | None = Field(default=None, gt=0)
-    """Largest difference of one token's log-probability, nats, that the canary accepts as rounding. Empty: 1e-3 for
-    float32 weights; 10 for bfloat16 and FP8, because rounding may send a token to another expert (docs/weight_sync.md).
+    """Largest difference of one token's log-probability, nats, that the canary accepts as rounding. Empty: by
+    the dtype of the weights; docs/weight_sync.md.
     """
     canary_mean: float | None = Field(default=None, gt=0)
-    """Largest mean difference of the log-probabilities, nats, that the canary accepts as rounding. Empty: 1e-4 for
-    float32 weights, 0.3 for bfloat16, 0.6 for FP8. docs/weight_sync.md.
+    """Largest mean difference of the log-probabilities, nats, that the canary accepts as rounding. Empty: by the
+    dtype of the weights; docs/weight_sync.md.
     """
     directory: str | None = None
     """Folder of the strategy ``disk``; trainer and engines must see it under the same path. Empty: ``/dev/shm``, for
