@@ -108,3 +108,28 @@ def test_a_recipe_passes(words, tmp_path):
     assert report["passed"]
     measured = {row["label"]: row["holds"] for row in report["findings"]}
     assert measured["gradient norm"]
+
+
+def test_a_supervised_recipe_passes(tmp_path):
+    """Two ranks with the recipe's experts in parallel, on conversations of the user's own file."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Add {i}."},
+                {"role": "assistant", "content": f"{2 * i}"},
+            ]
+        }
+        for i in range(80)
+    ]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = "qwen3_30b_a3b_base_cold_start"
+    completed = rehearse(tmp_path, str(RECIPES / f"{name}.yaml"), "--ranks=2", f"data.train={data}")
+    assert completed.returncode == 0, completed.stdout[-5000:] + completed.stderr[-3000:]
+    report = json.loads((tmp_path / "rehearsal" / "rehearsal.json").read_text())
+    assert report["passed"]
+    assert report["ranks"] == 2
+    assert all(row["holds"] is not False for row in report["findings"])
+    missing = {row["key"] for row in report["not_exercised"]}
+    assert "data.evaluation.held_out" in missing
+    assert "data.train" not in missing

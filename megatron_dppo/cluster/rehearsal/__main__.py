@@ -245,18 +245,23 @@ class Rehearsal:
         if self.options.dry_run:
             say(f"nothing was started; megatron-dppo supervised {path} is the rehearsal's run")
             return 0
+        self.usage = rehearsal.usage
         runs = rehearsal.train(path)
+        ranks = rehearsal_config.parallel.world_size
+        parts = ["supervised training", "checkpoint, stop, resume, held-out loss, export"]
         if runs[-1].code != 0:
             _fail(self.phases.current, runs[-1].failure(), attempts.key_of(runs[-1].errors))
+            self._write(ranks, parts, [], rehearsal.omissions, runs, passed=False)
             return FAILED
         rows = rehearsal.findings(rehearsal_config)
-        parts = ["supervised training", "checkpoint, stop, resume, held-out loss, export"]
-        verdict.show(CONSOLE, rows, rehearsal.omissions, rehearsal.usage, parts)
+        verdict.show(CONSOLE, rows, rehearsal.omissions, self.usage, parts)
         if placement is not None:
             CONSOLE.print(f"on {self.options.nodes} nodes:\n{placement.table()}", soft_wrap=True)
-        faults = [
-            f"{r.label} {r.measured}, expected {r.expected}" for r in rows if r.holds is False
-        ]
+        faults: list[str] = []
+        for row in rows:
+            if row.holds is False:
+                faults.append(f"{row.label} {row.measured}, expected {row.expected}")
+        self._write(ranks, parts, rows, rehearsal.omissions, runs, passed=not faults)
         if faults:
             _fail("judge", "; ".join(faults))
             return FAILED
@@ -513,7 +518,9 @@ class Rehearsal:
             is_stop = stop_after is not None and run.code == INTERRUPTED
             if run.code != 0 and not is_stop:
                 _fail(label, run.failure(), attempts.key_of(run.errors))
-                self._write(rehearsal_config, [], omissions, runs, passed=False)
+                ranks = rehearsal_config.parallel.world_size
+                parts = verdict.exercised(rehearsal_config)
+                self._write(ranks, parts, [], omissions, runs, passed=False)
                 return FAILED
             # The first run may have ended before the stop.
             if last_step(self.run_directory) >= last and run.code == 0:
@@ -551,7 +558,8 @@ class Rehearsal:
         for row in rows:
             if row.holds is False:
                 faults.append(f"{row.label} {row.measured}, expected {row.expected}")
-        self._write(rehearsal_config, rows, omissions, runs, passed=not faults)
+        ranks = rehearsal_config.parallel.world_size
+        self._write(ranks, parts, rows, omissions, runs, passed=not faults)
         if faults:
             _fail("judge", "; ".join(faults))
             return FAILED
@@ -574,7 +582,8 @@ class Rehearsal:
 
     def _write(
         self,
-        rehearsal_config: TrainConfig,
+        ranks: int,
+        parts: Sequence[str],
         rows: Sequence[VerdictRow],
         omissions: Sequence[Omission],
         runs: Sequence[attempts.RehearsalRun],
@@ -593,8 +602,8 @@ class Rehearsal:
         result = {
             "recipe": str(self.recipe),
             "passed": passed,
-            "ranks": rehearsal_config.parallel.world_size,
-            "exercised": verdict.exercised(rehearsal_config),
+            "ranks": ranks,
+            "exercised": list(parts),
             "findings": [asdict(row) for row in rows],
             "not_exercised": [asdict(omission) for omission in omissions],
             "seconds": self.phases.seconds,
