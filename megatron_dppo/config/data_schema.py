@@ -139,9 +139,9 @@ class RewardTerm(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """The reward's own settings, by name; docs/rewards.md lists the settings of this package's rewards."""
     reads: TextForm | None = None
-    """The form of a response that the reward gets. ``answer``: the text after the policy's thoughts. ``text``: the
-    whole text. ``special-text``: the whole text with its special tokens. Empty: ``answer`` for the rewards that compare
+    """The form of a response that the reward gets; docs/rewards.md. Empty: ``answer`` for the rewards that compare
     answers (exact_integer, math_verify, reasoning_gym), ``text`` for all others.
+
     """
     timeout_s: float = Field(default=10.0, gt=0)
     """Longest time for one call. A longer call is killed, and ``on_timeout`` decides its result."""
