@@ -392,14 +392,17 @@ class Engines:
         self.each(lambda engine: engine.close())
 
     def _lost(self, calls: Mapping[str, Future[None]]) -> list[str]:
-        """Return the URLs of engines whose call has not returned, or that answer no request within GRACE_S."""
+        """Return the URLs of engines that answer no request within GRACE_S. If all answer, return the URLs of engines
+        whose call has not returned.
+
+        An engine that answers may still wait for a dead engine: nothing frees a rank that joins a gloo group.
+        """
         answers = self.start(lambda engine: engine.is_answering(GRACE_S))
         wait(answers.values())
-        lost_urls: list[str] = []
-        for url, call in calls.items():
-            if not call.done() or not answers[url].result():
-                lost_urls.append(url)
-        return lost_urls
+        silent_urls = [url for url in calls if not answers[url].result()]
+        if silent_urls:
+            return silent_urls
+        return [url for url, call in calls.items() if not call.done()]
 
 
 async def interrupt_and_release(engine: EngineWeights, tags: Collection[MemoryTag]) -> None:

@@ -17,6 +17,7 @@ from megatron_dppo.engine.server_state import state_of
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import load_model_shape
+from tests.integration.test_shards import ShardSource
 from tests.integration.test_weight_sync import GatherInterruptedError, end_the_gather, nudge
 from tests.integration.weight_server import (
     ADMIN_KEY,
@@ -103,9 +104,9 @@ def test_updates_reach_every_replica(
     assert engine.tensors.layout == EngineLayout.of_options(options)
     assert engine.tensors.layout.attention_replicas == 2
     RUNNER.run(engine.check_tensors())
-    for version, strategy in enumerate(("distributed", "tensor"), start=1):
-        folder = (trained, server.folder)[version - 1]
-        updates = updater(engine, Source(read(folder), model=folder), strategy=strategy)
+    for version, strategy in enumerate(("distributed", "tensor", "shards"), start=1):
+        folder = (server.folder, trained)[version % 2]
+        updates = updater(engine, ShardSource(folder), strategy=strategy)
         assert updates.update(version).verified
         updates.close()
         assert_all_serve(server, folder, version)

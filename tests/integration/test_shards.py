@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,74 @@ def test_an_engine_killed_in_the_update_of_two(server: RunningServer, trained: P
         updates.attach([server.process.url])
         assert updates.update(71).sent_fraction == 1.0
         assert_serves(server, server.folder, 71)
+        updates.close()
+    finally:
+        second.process.kill()
+
+
+def kill_before(method: str, engine: EngineWeights, group: int) -> None:
+    """Kill the server's process ``group`` when an update calls ``method`` of ``engine``."""
+    original = getattr(engine, method)
+
+    async def dying(*arguments: Any, **options: Any) -> Any:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        return await original(*arguments, **options)
+
+    setattr(engine, method, dying)
+
+
+CALLS = {
+    "drain": "pause_when_idle",
+    "begin": "set_version",
+    "memory": "checksums",
+    "join": "open_group",
+    "session": "begin",
+    "transfer": "receive",
+    "end": "end",
+    "verify": "checksums",
+    "canary": "score",
+    "commit": "resume",
+}
+"""Phase -> the call of an update in which a server dies. ``memory`` is of updates of changes only."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", CALLS)
+def test_a_server_that_joined_dies_in_each_phase(
+    server: RunningServer, trained: Path, phase: str
+) -> None:
+    """The error names the dead server, in time. The other server serves the version before or none, and the next
+    update without the dead server succeeds."""
+    first_url = server.process.url
+    second = serve(server.folder)
+    engines = [server.weights(), second.weights()]
+    options = {"changes_only": phase == "memory", "timeout_s": 20}
+    updates = updater(engines, ShardSource(trained), strategy="shards", bucket_mib=1, **options)
+    try:
+        updates.attach([first_url])
+        assert updates.update(100).verified
+        # The second server joins.
+        updates.attach([first_url, second.process.url])
+        updates.source = ShardSource(server.folder)
+        if phase != "join":
+            assert updates.update(101).verified
+            assert_serves(second, server.folder, 101)
+        kill_before(CALLS[phase], engines[1], second.process.pid)
+        updates.source = ShardSource(trained)
+        patience = own_patience(20 + 3 * GRACE_S + 10)
+        with pytest.raises(WeightUpdateError) as failure:
+            updates.update(102)
+        assert not patience.is_exhausted()
+        assert failure.value.engines == (second.process.url,)
+        assert updates.committed_version is None
+        before = "100" if phase == "join" else "101"
+        keeps_version = phase in ("drain", "memory")
+        assert server.version() == (before if keeps_version else "unverified-102")
+        updates.attach([first_url])
+        updates.source = ShardSource(trained)
+        assert updates.update(102).verified
+        assert_serves(server, trained, 102)
         updates.close()
     finally:
         second.process.kill()
