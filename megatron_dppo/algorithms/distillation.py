@@ -156,37 +156,47 @@ class Distillation:
         - ``reverse`` and ``forward``: the algorithm's loss with A, and weight times the distance at every token.
           Masked: only at tokens that the algorithm's mask lets train if a is their advantage.
         """
-        drawn = teacher.log_probs.to(inputs.log_probs.dtype) - inputs.log_probs.detach()
+        advantages = teacher.log_probs.to(inputs.log_probs.dtype) - inputs.log_probs.detach()
         metrics = MetricSums(
-            sums={metric_names.TEACHER_GAP: -_total(inputs.loss_mask & drawn.isfinite(), drawn)}
+            sums={
+                metric_names.TEACHER_GAP: -_total(
+                    inputs.loss_mask & advantages.isfinite(), advantages
+                )
+            }
         )
         if self.loss == "sampled":
-            inputs, sums = self._sampled(inputs, drawn, token_scale)
+            inputs, sums = self._sampled(inputs, advantages, token_scale)
         else:
-            inputs, sums = self._distance(inputs, teacher, drawn, token_scale)
+            inputs, sums = self._distance(inputs, teacher, advantages, token_scale)
         return inputs, replace(sums, metrics=sums.metrics + metrics)
 
     def _sampled(
-        self, inputs: TokenInputs, drawn: Tensor, token_scale: Tensor | None
+        self, inputs: TokenInputs, teacher_advantages: Tensor, token_scale: Tensor | None
     ) -> tuple[TokenInputs, LossSums]:
-        own_inputs = replace(inputs, advantages=self.weight * drawn)
+        teacher_inputs = replace(inputs, advantages=self.weight * teacher_advantages)
         if not self.rewards:
-            return own_inputs, policy_loss(self._decider, own_inputs, token_scale)
+            return teacher_inputs, policy_loss(self._decider, teacher_inputs, token_scale)
         if self.masked:
-            advantages = inputs.advantages + own_inputs.advantages
+            advantages = inputs.advantages + teacher_inputs.advantages
             inputs = replace(inputs, advantages=advantages)
             return inputs, policy_loss(self.algorithm, inputs, token_scale)
         sums = policy_loss(self.algorithm, inputs, token_scale)
         with torch.no_grad():
-            decisions = decide(self._decider, own_inputs)
-            slope = torch.where(decisions.trains, -decisions.capped * own_inputs.advantages, 0.0)
+            decisions = decide(self._decider, teacher_inputs)
+            slope = torch.where(
+                decisions.trains, -decisions.capped * teacher_inputs.advantages, 0.0
+            )
             if token_scale is not None:
                 slope = slope * token_scale.to(slope.dtype)
         term = slope.sum() + with_slope(inputs.log_probs, slope)
         return inputs, replace(sums, loss=sums.loss + term)
 
     def _distance(
-        self, inputs: TokenInputs, teacher: TeacherScores, drawn: Tensor, token_scale: Tensor | None
+        self,
+        inputs: TokenInputs,
+        teacher: TeacherScores,
+        teacher_advantages: Tensor,
+        token_scale: Tensor | None,
     ) -> tuple[TokenInputs, LossSums]:
         log_pi = teacher.policy_topk_log_probs
         log_teacher = teacher.topk_log_probs
@@ -194,26 +204,26 @@ class Distillation:
         assert log_pi is not None
         assert log_teacher is not None
         assert valid is not None
-        drawn_inputs = replace(inputs, advantages=drawn)
+        teacher_inputs = replace(inputs, advantages=teacher_advantages)
         if self.rewards:
             sums = policy_loss(self.algorithm, inputs, token_scale)
         else:
-            inputs = drawn_inputs
+            inputs = teacher_inputs
             sums = policy_loss(self._decider, inputs, token_scale, with_surrogate=False)
         with torch.no_grad():
-            counted = decide(self._decider, drawn_inputs).trains
+            is_counted = decide(self._decider, teacher_inputs).trains
             distance, slopes = DISTANCES[self.loss](log_pi, log_teacher, valid)
             mass = torch.where(valid, log_teacher.double().exp(), 0.0)[..., :-1].sum(-1)
             metrics = {
                 metric_names.TEACHER_DISTANCE: _total(inputs.loss_mask, distance),
-                metric_names.TEACHER_MASKED: (inputs.loss_mask & ~counted).sum().double(),
+                metric_names.TEACHER_MASKED: (inputs.loss_mask & ~is_counted).sum().double(),
                 metric_names.TEACHER_TOPK_MASS: _total(inputs.loss_mask, mass),
             }
-            factor = torch.where(counted, self.weight, 0.0).double()
+            factor = torch.where(is_counted, self.weight, 0.0).double()
             if token_scale is not None:
                 factor = factor * token_scale.double()
-            value = torch.where(counted, factor * distance, 0.0).sum()
-            slopes = torch.where(counted[..., None], factor[..., None] * slopes, 0.0)
+            value = torch.where(is_counted, factor * distance, 0.0).sum()
+            slopes = torch.where(is_counted[..., None], factor[..., None] * slopes, 0.0)
         term = value.to(inputs.log_probs.dtype) + with_slope(log_pi, slopes)
         metrics_sums = sums.metrics + MetricSums(sums=metrics)
         return inputs, replace(sums, loss=sums.loss + term, metrics=metrics_sums)

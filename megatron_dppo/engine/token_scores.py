@@ -70,9 +70,11 @@ class ScoredTokens:
         rows = len(self.token_ids) - self.start
         entries = meta["input_token_logprobs"]
         if len(entries) != rows + 1:
-            raise ValueError(f"{len(entries)} entries, expected {rows + 1}")
+            raise ValueError(f"{len(entries)} log-probabilities, expected {rows + 1}")
         if meta["prompt_tokens"] != len(self.token_ids):
-            raise ValueError(f"of {meta['prompt_tokens']} tokens, expected {len(self.token_ids)}")
+            raise ValueError(
+                f"{meta['prompt_tokens']} prompt tokens, expected {len(self.token_ids)}"
+            )
         log_probs = np.array([entry[0] for entry in entries[1:]], np.float32)
         check_log_probs(log_probs, "log-probabilities")
         columns = {"teacher_log_probs": log_probs}

@@ -469,7 +469,12 @@ class FleetClient:
             self._router_watch = asyncio.create_task(watch)
 
     async def _end_watches(self) -> None:
-        tasks = [active.watch for active in self._servers if active.watch is not None]
+        tasks: list[asyncio.Task[None]] = []
+        for active in self._servers:
+            if active.watch is not None:
+                tasks.append(active.watch)
+                # A watch that begins before the task has ended makes a task of its own.
+                active.watch = None
         if self._router_watch is not None:
             tasks.append(self._router_watch)
             self._router_watch = None

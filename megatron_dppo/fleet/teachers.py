@@ -1,4 +1,4 @@
-"""The servers of a teacher, as one rank asks them: which are there, calls with repetitions, and checks at the start.
+"""One rank's use of a teacher's servers: the list of servers, calls with retries, and the checks at the start.
 
 A server that dies or hangs is reported to the supervisor, and its calls are sent to another server or, after a restart,
 to its next incarnation. No weight update reaches these servers.
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 4
 """Largest number of attempts at the scores of one sequence."""
 _PAUSE_S = 1.0
-"""Pause between two attempts, and between two looks at the registry."""
-_LOOK_S = 10.0
-"""Seconds between two looks for a server that is missing while others are there."""
+"""Pause between two attempts, and between two reads of the registry."""
+_REREAD_S = 10.0
+"""Seconds between two reads of the registry while some servers are in use and others are missing."""
 _LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 1.0}
 """Largest difference in nats between two scores of a token that rounding explains, by the teacher's dtype: a server
 computes in another order if it scores several sequences together."""
@@ -71,27 +71,22 @@ class TeacherClient:
         self._slots = asyncio.Semaphore(concurrency)
         self._fleet = FleetClient(record.report_lost)
         self._members: list[Member] = []
-        self._looked_at = 0.0
-        self._looking = asyncio.Lock()
-        self._pending = 0
-        self._watch: asyncio.Task[NoReturn] | None = None
+        self._updated_at = 0.0
+        self._updating = asyncio.Lock()
 
     async def score(self, tokens: ScoredTokens) -> dict[str, np.ndarray]:
         """Return the columns of ``tokens``.
 
         Raises EngineRequestError if a server refuses the request, and another EngineError if all attempts fail, or if
-        no server is there within ``engine.start_timeout_s``.
+        no server is available within ``engine.start_timeout_s``.
         """
         async with self._slots:
-            self._pending += 1
-            if self._watch is None or self._watch.done():
-                self._watch = asyncio.create_task(self._keep_watch())
+            # The fleet client watches each server once, however many sequences are in flight.
+            watch = asyncio.create_task(self._keep_watch())
             try:
                 return await self._score(tokens)
             finally:
-                self._pending -= 1
-                if not self._pending:
-                    self._watch.cancel()
+                watch.cancel()
 
     async def _score(self, tokens: ScoredTokens) -> dict[str, np.ndarray]:
         for attempt in range(1, _ATTEMPTS + 1):
@@ -105,31 +100,31 @@ class TeacherClient:
                 reason = str(error) or f"no answer within {self._request_timeout_s:g} s"
                 if attempt == _ATTEMPTS:
                     raise errors.EngineLostError(f"{attempt} attempts: {reason}") from error
-                log.info("teacher %s is asked again: %s", self.name, reason)
+                log.info("teacher %s: the request is sent again: %s", self.name, reason)
             await asyncio.sleep(_PAUSE_S)
         raise AssertionError("unreachable")
 
     async def wait_for_server(self) -> None:
-        """Wait until a server of the teacher is there. Raises EngineLostError after ``engine.start_timeout_s``."""
+        """Wait until a server of the teacher is available. Raises EngineLostError after ``engine.start_timeout_s``."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._engine.start_timeout_s
         while True:
-            await self._look()
+            await self._update_members()
             if self._fleet.has_servers:
                 return
             if self._stop():
-                raise errors.EngineLostError("the run stops while no server is there")
+                raise errors.EngineLostError("the run stops while no server is available")
             if loop.time() > deadline:
                 raise errors.EngineLostError(
                     f"no server within {self._engine.start_timeout_s:g} s (engine.start_timeout_s)"
                 )
             await asyncio.sleep(_PAUSE_S)
 
-    async def _look(self) -> None:
+    async def _update_members(self) -> None:
         """Use the servers that are published now and the attached ones, without those that do not answer."""
-        async with self._looking:
+        async with self._updating:
             losses = self._fleet.take_losses()
-            is_due = asyncio.get_running_loop().time() > self._looked_at + _LOOK_S
+            is_due = asyncio.get_running_loop().time() > self._updated_at + _REREAD_S
             if self._fleet.has_servers and not losses and (self._is_complete or not is_due):
                 return
             self._members = [m for m in self._members if m.server.name not in losses]
@@ -146,7 +141,7 @@ class TeacherClient:
             if members != self._members or losses:
                 await self._fleet.serve(members, FIRST_WEIGHT_VERSION)
             self._members = members
-            self._looked_at = asyncio.get_running_loop().time()
+            self._updated_at = asyncio.get_running_loop().time()
 
     @property
     def _is_complete(self) -> bool:
@@ -155,7 +150,7 @@ class TeacherClient:
         return len(self._members) == servers.started + len(servers.urls)
 
     async def _keep_watch(self) -> NoReturn:
-        """Report servers that hang, while sequences are in flight."""
+        """Report servers that hang, until the task is cancelled."""
         while True:
             with suppress(errors.EngineLostError):
                 await self._fleet.watch(self._engine.hang_timeout_s)
@@ -201,7 +196,7 @@ class TeacherClient:
         if largest > bound:
             log.warning(
                 "teacher %s at %s: the same tokens, scored alone and beside others, have log-probabilities that "
-                "differ by %.2g, expected at most %g in %s: its signal is as noisy",
+                "differ by %.2g, expected at most %g in %s: the distillation loss has an error of this size",
                 self.name,
                 client.url,
                 largest,

@@ -33,7 +33,8 @@ _FIELD = re.compile(r"\{(\w+)\}")
 _CHECKED_PROMPTS = 4
 _CHECKED_TOKENS = 512
 _CHECKED_TOP_K = 64
-"""At the start each server scores the first tokens of some prompts, with a TopK that has most of these tokens."""
+"""At the start each server scores the first tokens of some prompts. Most of these tokens are in a TopK of 64 ids, so
+that both log-probabilities of a token are compared."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def _check_tokens(
 
 
 class Teachers:
-    """Asks the teachers for the scores of one rank's responses; ``close`` it.
+    """Scores one rank's responses on the teachers' servers; ``close`` it.
 
     Args:
         config: configuration of the run.
@@ -221,7 +222,6 @@ class Teachers:
             self._open -= 1
             if not self._open:
                 self._busy_s += time.monotonic() - self._busy_since
-        self._tokens += response.length
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         return TeacherAnswer(columns)
 
@@ -235,6 +235,7 @@ class Teachers:
             prompt = tuple(own_prompt.tolist())
         tokens = self._scored([*prompt, *following.tolist()], len(prompt))
         columns = await client.score(tokens)
+        self._tokens += len(tokens.token_ids)
         is_sampled = branch.loss_mask[len(own_prompt) :]
         return {name: rows[is_sampled] for name, rows in columns.items()}
 
@@ -242,7 +243,7 @@ class Teachers:
         return ScoredTokens(tokens, start, self._top_k, self._vocabulary)
 
     def take_figures(self) -> dict[str, float]:
-        """Return the metrics of all ranks' scores since the last call. Collective."""
+        """Return the seconds and the speed of all ranks' scores since the last call. Collective."""
         tokens = 0
         longest_s = 0.0
         for rank_tokens, rank_s in all_gather_json(self._runner.run(self._take_counts())):

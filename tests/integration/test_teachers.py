@@ -130,7 +130,7 @@ def test_rows_of_other_tokens_are_refused(url: str) -> None:
     with pytest.raises(EngineAnswerError, match="the rows belong to other tokens"):
         scored.read(orjson.dumps(answer), url)
     meta["input_token_logprobs"] = entries[:-1]
-    with pytest.raises(EngineAnswerError, match=f"{len(entries) - 1} entries, expected"):
+    with pytest.raises(EngineAnswerError, match=f"{len(entries) - 1} log-probabilities, expected"):
         scored.read(orjson.dumps(answer), url)
 
 
@@ -192,7 +192,10 @@ def teacher_prompt(config: TrainConfig, problem: Problem) -> list[int] | None:
 
 @pytest.mark.first
 def test_a_run_with_two_teachers(material: Path) -> None:
-    """Two steps, the death of a teacher's server, two more: each response has its teacher's own log-probabilities."""
+    """Two steps, the death of a teacher's server, two more: each response has its teacher's own log-probabilities.
+
+    The metrics count the teachers' prompts, not the policy's.
+    """
     config = load_config(material)
     folder = material.parent
     with TrainingRun(material, "run.steps=4") as run:
@@ -208,6 +211,7 @@ def test_a_run_with_two_teachers(material: Path) -> None:
         for name in ("teacher", "model")
     }
     seen = set()
+    scored_tokens = 0
     for step in range(1, 5):
         for response in SavedBatch(run.directory / "rollouts", step).read(range(32)):
             problem = problems[response.problem_id]
@@ -217,6 +221,7 @@ def test_a_run_with_two_teachers(material: Path) -> None:
             start = len(response.prompt_ids) if prompt is None else len(prompt)
             own_prompt = response.prompt_ids.tolist() if prompt is None else prompt
             tokens = (*own_prompt, *response.response_ids.tolist())
+            scored_tokens += len(tokens)
             expected = log_probs_of(reference, tokens)[start - 1 :]
             of_tokens = expected.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
             columns = response.columns
@@ -229,7 +234,12 @@ def test_a_run_with_two_teachers(material: Path) -> None:
             assert {"teacher_log_probs", "teacher_topk_ids"} <= response.stamp.digests.keys()
     assert seen == {"big", "same"}
     rows = read_records(run.directory)
-    assert rows[-1]["distillation/tokens_per_second"] > 0
+    counted_tokens = sum(
+        row["distillation/tokens_per_second"] * row["distillation/seconds"]
+        for row in rows
+        if "distillation/seconds" in row
+    )
+    assert counted_tokens == pytest.approx(scored_tokens)
     replay = f"rollout.replay_from={run.directory / 'rollouts'}"
     with TrainingRun(material, replay, f"run.directory={folder / 'replayed'}") as again:
         again.finish()

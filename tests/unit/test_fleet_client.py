@@ -402,6 +402,29 @@ def test_a_server_that_nobody_warmed_up_has_longer_for_its_first_answer(runner):
     assert warm_s >= 0.2
 
 
+def test_a_watch_that_begins_while_another_ends_finds_a_server_that_hangs(runner):
+    async def work() -> list[Server]:
+        server = SmallServer("engine0")
+        fleet = Fleet([server])
+        client = await fleet.open()
+        await client.generate(requests(1), "first")
+        server.silent = True
+        ending_watch = asyncio.create_task(client.watch(0.2))
+        await asyncio.sleep(0.05)
+        ending_watch.cancel()
+        # The task has received its cancellation, and waits for the watches of the servers to end.
+        await asyncio.sleep(0)
+        assert not ending_watch.done()
+        with pytest.raises(EngineLostError, match="nothing generated"):
+            async with asyncio.timeout(20):
+                await client.watch(0.2)
+        server.silent = False
+        await fleet.close()
+        return fleet.lost
+
+    assert [server.name for server in runner.run(work())] == ["engine0"]
+
+
 @ROUTED
 def test_calls_over_an_update_are_read_after_it_and_none_begins_meanwhile(runner, routed):
     """An answer that arrives before the commit may have tokens of the version that will be committed."""
