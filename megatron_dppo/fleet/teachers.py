@@ -156,19 +156,47 @@ class TeacherClient:
                 await self._fleet.watch(self._engine.hang_timeout_s)
             await asyncio.sleep(_PAUSE_S)
 
-    async def check(self, sequences: Sequence[ScoredTokens]) -> None:
-        """Compare the servers with the teacher's model, and measure how equal their scores of one sequence are.
+    async def check(
+        self, sequences: Sequence[ScoredTokens], earlier: Sequence[np.ndarray] | None = None
+    ) -> list[np.ndarray]:
+        """Compare the servers with the teacher's model, and return the log-probabilities of each of ``sequences``.
 
-        ``sequences``: the first is scored alone, and together with the others. Raises EngineMismatchError for a server
-        of another model.
+        ``sequences``: the first is scored alone, and together with the others. ``earlier``: log-probabilities of the
+        sequences at an earlier start; None: none are known. Raises EngineMismatchError for a server of another model,
+        and for a server of other weights: its log-probabilities differ, by more than rounding explains, from
+        ``earlier`` or from those of the teacher's first server.
         """
         await self.wait_for_server()
+        expected = None if earlier is None else list(earlier)
+        origin = "at an earlier start of this run"
         for member in self._members:
             async with client_of(member) as client:
                 await check_engine(self._teacher.model, self._teacher.servers, client)
                 await self._check_folder(client)
-                if sequences:
-                    await self._measure(client, sequences)
+                if not sequences:
+                    continue
+                scores = await self._measure(client, sequences)
+                if expected is None:
+                    expected = scores
+                    origin = f"by {client.url}"
+                self._check_weights(client.url, scores, expected, origin)
+        return expected or []
+
+    def _check_weights(
+        self, url: str, scores: list[np.ndarray], expected: list[np.ndarray], origin: str
+    ) -> None:
+        """Raise EngineMismatchError if scores of the same tokens differ by more than rounding explains."""
+        differences = np.concatenate(scores) - np.concatenate(expected)
+        largest = float(np.abs(differences).max())
+        dtype = self._teacher.model.dtype
+        bound = _LARGEST_DIFFERENCE[dtype]
+        if largest > bound:
+            raise errors.EngineMismatchError(
+                f"teacher {self.name} at {url}: got log-probabilities that differ by up to {largest:.2g} from those of "
+                f"the same tokens {origin}, expected at most {bound:g} in {dtype}: the server has other weights than "
+                "then. Serve the earlier weights; another teacher needs a folder of another name "
+                f"(distillation.teachers.{self.name}.hf_checkpoint)"
+            )
 
     async def _check_folder(self, client: EngineClient) -> None:
         """Raise EngineMismatchError if the server loaded a folder with another name than ``hf_checkpoint``'s."""
@@ -181,7 +209,10 @@ class TeacherClient:
                 f"(distillation.teachers.{self.name}.hf_checkpoint) or a folder of this name"
             )
 
-    async def _measure(self, client: EngineClient, sequences: Sequence[ScoredTokens]) -> None:
+    async def _measure(
+        self, client: EngineClient, sequences: Sequence[ScoredTokens]
+    ) -> list[np.ndarray]:
+        """Return the log-probabilities of each sequence, and log how equal two scores of the first sequence are."""
         alone = await _scores(client, sequences[0])
         together = await asyncio.gather(*(_scores(client, tokens) for tokens in sequences))
         differences = alone["teacher_log_probs"] - together[0]["teacher_log_probs"]
@@ -203,6 +234,7 @@ class TeacherClient:
                 bound,
                 self._teacher.model.dtype,
             )
+        return [columns["teacher_log_probs"] for columns in together]
 
     async def close(self) -> None:
         """Close the connections."""

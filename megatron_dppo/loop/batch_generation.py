@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.sampling import ReturningSampler
@@ -119,12 +120,15 @@ class BatchGeneration:
             teachers=self.teachers,
         )
 
-    def connect(self) -> None:
-        """Wait for the servers, those of teachers too, and check them. Collective."""
+    def connect(self, *, is_fresh: bool) -> None:
+        """Wait for the servers, those of teachers too, and check them. Collective.
+
+        ``is_fresh``: whether the run begins at step 0 now.
+        """
         if self.engine is not None:
             self.engine.connect()
         if self.teachers is not None:
-            on_rank_0(self.teachers.check)
+            on_rank_0(partial(self.teachers.check, is_fresh=is_fresh))
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Send the trainer's weights to the servers as ``version``. Collective.

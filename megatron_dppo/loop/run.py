@@ -233,7 +233,7 @@ class Run:
     def begin(self) -> None:
         """Send the trainer's weights to the servers and evaluate the start policy."""
         with self.timer("start"), patience("waiting for the servers"):
-            self.generation.connect()
+            self.generation.connect(is_fresh=self.checkpoints.is_fresh)
         self._log_active()
         self._check_files()
         self._begin_records()

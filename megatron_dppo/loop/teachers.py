@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -23,10 +26,14 @@ from megatron_dppo.engine.token_scores import ScoredTokens
 from megatron_dppo.fleet.endpoint import RecordClient
 from megatron_dppo.fleet.teachers import TeacherClient
 from megatron_dppo.loop.inputs import RunData
+from megatron_dppo.metrics import records
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.files import write_atomically
 from megatron_dppo.trainer.collectives import all_gather_json
+
+log = logging.getLogger(__name__)
 
 _FIELD = re.compile(r"\{(\w+)\}")
 """A name in braces in a prompt template."""
@@ -50,6 +57,10 @@ class TeacherPrompts:
 
     Raises DataError for a problem without a teacher of the run, for a template with an unknown name, for a teacher's
     prompt that is too long, and for a teacher whose tokenizer maps an id of the policy to another token.
+
+    Attributes:
+        examples: the first tokens of some prompts, which the servers score at the start.
+        warnings: a sentence for each teacher that sees prompts in a form that it may not know.
     """
 
     def __init__(self, config: TrainConfig, data: RunData) -> None:
@@ -59,7 +70,9 @@ class TeacherPrompts:
         self.examples = [prompt for prompt in prompts if len(prompt) > 1][:_CHECKED_PROMPTS]
         self._prompts: dict[int, tuple[int, ...]] = {}
         """Problem id -> its teacher's prompt, if it is another than the policy's."""
-        policy_tokens = _tokens_of(load_tokenizer(config.model.hf_checkpoint))
+        self.warnings: list[str] = []
+        policy_tokenizer = load_tokenizer(config.model.hf_checkpoint)
+        policy_tokens = _tokens_of(policy_tokenizer)
         problems: dict[str, list[Problem]] = {name: [] for name in self._names}
         for problem in data.train.problems:
             name = self.teacher_of(problem)
@@ -74,6 +87,10 @@ class TeacherPrompts:
             _check_tokens(name, policy_tokens, tokenizer)
             if teacher.prompt_template is not None:
                 self._add_prompts(config, name, teacher, tokenizer, problems[name], data)
+                continue
+            is_other = tokenizer.chat_template != policy_tokenizer.chat_template
+            if is_other and config.data.apply_chat_template:
+                self.warnings.append(_template_warning(name, tokenizer))
 
     def teacher_of(self, problem: Problem) -> str:
         """Return the name of the problem's teacher; a single teacher has all problems without a name."""
@@ -156,6 +173,59 @@ def _check_tokens(
             )
 
 
+@dataclass(frozen=True)
+class _FirstScores:
+    """Scores of a teacher at the run's first start with it.
+
+    Attributes:
+        folder: name of the teacher's folder.
+        prompts: tokens that were scored.
+        log_probs: fp32 [T - 1] for each prompt of T tokens: log p_T of all its tokens but the first, nats.
+    """
+
+    folder: str
+    prompts: list[tuple[int, ...]]
+    log_probs: list[np.ndarray]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the scores as values of JSON."""
+        log_probs = [row.tolist() for row in self.log_probs]
+        return {"folder": self.folder, "prompts": self.prompts, "log_probs": log_probs}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the scores of ``to_json``. Raises KeyError, TypeError and ValueError for other values."""
+        prompts = [tuple(prompt) for prompt in values["prompts"]]
+        log_probs = [np.array(row, np.float32) for row in values["log_probs"]]
+        if [len(prompt) - 1 for prompt in prompts] != [len(row) for row in log_probs]:
+            raise ValueError("rows of other lengths than the prompts")
+        return cls(values["folder"], prompts, log_probs)
+
+
+def _read_scores(path: Path) -> dict[str, _FirstScores]:
+    """Return the kept scores of each teacher; none if no start has kept any. Raises RecordsError."""
+    if not path.is_file():
+        return {}
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return {name: _FirstScores.from_json(values) for name, values in rows.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise records.RecordsError(
+            f"{path}: damaged ({error!r}), expected the teachers' scores at the run's first start"
+        ) from error
+
+
+def _template_warning(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a warning about a teacher without a prompt template. ``tokenizer``: the teacher's."""
+    difference = "another chat template than the policy's"
+    if tokenizer.chat_template is None:
+        difference = "no chat template"
+    return (
+        f"teacher {name}: its tokenizer has {difference}, and it sees the prompts in the policy's form; "
+        f"{key_of(name)}.prompt_template, such as '{{prompt}}', renders them in the teacher's own form"
+    )
+
+
 class Teachers:
     """Scores one rank's responses on the teachers' servers; ``close`` it.
 
@@ -176,6 +246,8 @@ class Teachers:
         stop: Callable[[], bool],
     ) -> None:
         self._prompts = prompts
+        self._scores_path = Path(config.run.directory) / records.TEACHERS_FILE
+        self._folders = {n: t.hf_checkpoint for n, t in config.distillation.teachers.items()}
         self._top_k = config.distillation.top_k
         self._vocabulary = spec.model.shape.vocab_size
         self._runner = AsyncRunner()
@@ -194,14 +266,38 @@ class Teachers:
         self._busy_s = 0.0
         self._busy_since = 0.0
 
-    def check(self) -> None:
-        """Wait for a server of each teacher, and check the servers. Raises EngineError."""
+    def check(self, *, is_fresh: bool) -> None:
+        """Wait for a server of each teacher, and check the servers.
+
+        The scores of some prompts are kept in the run's folder. ``is_fresh``: whether the run begins at step 0 now; a
+        later start compares the scores with the kept ones, so that other weights under the same name are noticed.
+        Raises EngineError, and RecordsError for a damaged file of scores.
+        """
+        for warning in self._prompts.warnings:
+            log.warning("%s", warning)
         top_k = min(max(self._top_k, _CHECKED_TOP_K), self._vocabulary)
-        sequences = [
-            ScoredTokens(prompt, 1, top_k, self._vocabulary) for prompt in self._prompts.examples
-        ]
-        for client in self._clients.values():
-            self._runner.run(client.check(sequences))
+        prompts = self._prompts.examples
+        sequences = [ScoredTokens(prompt, 1, top_k, self._vocabulary) for prompt in prompts]
+        kept = {} if is_fresh else _read_scores(self._scores_path)
+        checked: dict[str, _FirstScores] = {}
+        for name, client in self._clients.items():
+            folder = Path(self._folders[name]).name
+            earlier = kept.get(name)
+            if earlier is not None and (earlier.folder, earlier.prompts) != (folder, prompts):
+                log.warning(
+                    "teacher %s: %s takes the place of %s of the run's earlier starts, or the first prompts are "
+                    "others; its weights are not compared with the earlier ones",
+                    name,
+                    folder,
+                    earlier.folder,
+                )
+                earlier = None
+            scores = self._runner.run(
+                client.check(sequences, None if earlier is None else earlier.log_probs)
+            )
+            checked[name] = earlier or _FirstScores(folder, prompts, scores)
+        rows = {name: scores.to_json() for name, scores in checked.items()}
+        write_atomically(self._scores_path, json.dumps(rows))
 
     def submit(self, problem: Problem, response: Trajectory) -> Future[TeacherAnswer]:
         """Start to score a response to ``problem``; returns at once."""

@@ -6,6 +6,7 @@
 - ``last_checkpoint.json``, {"step": n}: a checkpoint of step n was written; it may have been removed since.
 - ``beginning.json``, {"nonce"}: the start that holds the lease with this nonce has begun the run at step 0.
 - ``upload.json``, {"repository", "steps"}: the export after ``steps`` steps was uploaded, or its upload failed.
+- ``teachers.json``, {teacher: scores}: what each teacher said of some prompts at the run's first start.
 - ``earlier-<UTC time>/``: records, rollouts and checkpoints of earlier starts, moved here when the run began anew.
 """
 
@@ -49,6 +50,8 @@ REPORT_FILE = "report.png"
 """Plots of the run's metrics."""
 SUMMARY_FILE = "summary.json"
 UPLOAD_FILE = "upload.json"
+TEACHERS_FILE = "teachers.json"
+"""The teachers' scores of some prompts at the run's first start (``loop/teachers.py``)."""
 
 _COPIED_BYTES = 2**20
 """Bytes of a file that are copied at once."""
@@ -427,6 +430,7 @@ _BEGINNING = "beginning.json"
 _RECORD_FOLDERS = (TENSORBOARD_FOLDER, TRACKERS_FOLDER)
 _RECORD_FILES = (
     UPLOAD_FILE,
+    TEACHERS_FILE,
     SUMMARY_FILE,
     REPORT_FILE,
     ENVIRONMENT_FAULTS_FILE,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,8 +61,9 @@ def reference(model: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module")
-def url(model: Path) -> Iterator[str]:
+@contextmanager
+def served(model: Path) -> Iterator[str]:
+    """The URL of a server of ``model``."""
     # Chunks of 32 tokens: a long sequence is scored in several steps.
     config = config_of(model.parent / "run", model).model_copy(
         update={"sglang": {"chunked_prefill_size": 32}}
@@ -76,9 +79,17 @@ def url(model: Path) -> Iterator[str]:
         runtime=shared_runtime(),
     )
     process.start()
-    wait_healthy(process)
-    yield process.url
-    process.kill()
+    try:
+        wait_healthy(process)
+        yield process.url
+    finally:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def url(model: Path) -> Iterator[str]:
+    with served(model) as url:
+        yield url
 
 
 def log_probs_of(reference: PreTrainedModel, tokens: tuple[int, ...]) -> torch.Tensor:
@@ -315,6 +326,65 @@ def test_servers_of_a_teacher_are_followed_and_checked(material: Path, url: str)
             runner.run(client.close())
         finally:
             del os.environ[API_KEY_VARIABLE]
+
+
+def test_a_resumed_run_refuses_a_teacher_of_other_weights(
+    material: Path, model: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of another checkpoint, in a folder of the same name, is named; with the first one, the run goes on."""
+    stale = save_tiny_model(tmp_path / "stale" / "model", "qwen3", seed=6)
+    monkeypatch.setenv(API_KEY_VARIABLE, KEY)
+    tree = yaml.safe_load(material.read_text())
+    tree["run"]["directory"] = str(tmp_path / "run")
+    # The run reads the teacher's tokenizer in a folder of its own, with another chat template.
+    shutil.copytree(model, tmp_path / "model")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    tokenizer.chat_template = f"{tokenizer.chat_template}{{# of the teacher #}}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    teacher = {"hf_checkpoint": str(tmp_path / "model"), "urls": [url]}
+    tree["distillation"] = {"teachers": {"far": teacher}}
+    rows = [json.loads(line) for line in (material.parent / "train.jsonl").read_text().splitlines()]
+    tree["data"]["train"] = str(tmp_path / "train.jsonl")
+    plain = [json.dumps({key: row[key] for key in ("prompt", "answer")}) for row in rows]
+    (tmp_path / "train.jsonl").write_text("\n".join(plain) + "\n")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    with TrainingRun(path, "run.steps=1") as first:
+        first.finish()
+    assert first.text.count("teacher far: its tokenizer has another chat template") == 1
+    kept = json.loads((first.directory / "teachers.json").read_text())["far"]
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    prompt = tuple(kept["prompts"][0])
+    expected = log_probs_of(reference, prompt).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    np.testing.assert_allclose(kept["log_probs"][0], expected, atol=1e-5, rtol=0)
+    with served(stale) as other_url:
+        given = f"distillation.teachers.far.urls=[{other_url}]"
+        with TrainingRun(path, "run.steps=2", given) as refused:
+            refused.finish(code=1)
+        assert f"teacher far at {other_url}: got log-probabilities that differ" in refused.text
+        assert "distillation.teachers.far.hf_checkpoint" in refused.text
+        # Two servers of one teacher must have the same weights, too.
+        given = f"distillation.teachers.far.urls=[{url}, {other_url}]"
+        config = load_config(path, [given, "engine.servers=0", f"run.directory={tmp_path / 'two'}"])
+        (teacher,) = RunSpec.of_checked(config).teachers
+        tokens = ScoredTokens(SEQUENCES[1], 5, top_k=3, vocabulary=512)
+        with KeptFleet(config) as fleet, AsyncRunner() as runner:
+            client = TeacherClient(
+                teacher,
+                fleet.record,
+                config.engine,
+                request_timeout_s=600,
+                concurrency=4,
+                stop=lambda: False,
+            )
+            with pytest.raises(EngineMismatchError, match=rf"{other_url}: .* by {url}, expected"):
+                runner.run(client.check([tokens]))
+            runner.run(client.close())
+    assert [row["step"] for row in read_records(first.directory)] == [0, 1]
+    with TrainingRun(path, "run.steps=2") as resumed:
+        resumed.finish()
+    assert [row["step"] for row in read_records(first.directory)] == [0, 1, 2]
+    assert json.loads((first.directory / "teachers.json").read_text())["far"] == kept
 
 
 def test_a_plain_batch_has_no_scores_to_replay() -> None:

@@ -52,6 +52,29 @@ def test_each_problem_has_its_teacher_and_its_prompt(tmp_path: Path) -> None:
     assert [len(prompt) > 1 for prompt in prompts.examples] == [True, True]
 
 
+def test_a_teacher_with_another_chat_template_is_named(tmp_path: Path) -> None:
+    folders: dict[str, str] = {}
+    templates = {"same": tiny_tokenizer().chat_template, "other": "{{ messages }}", "none": None}
+    for name, template in templates.items():
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / name)
+        folders[name] = str(tmp_path / name)
+    rows = tuple(
+        {"prompt": "1+2=", "answer": "3", "metadata": {"teacher": name}}
+        for name in (*folders, "own")
+    )
+    teachers = {name: {"hf_checkpoint": folder} for name, folder in folders.items()}
+    # This teacher's prompts are rendered in its own form.
+    teachers["own"] = {"hf_checkpoint": folders["other"], "prompt_template": "{prompt}"}
+    prompts = prompts_of(tmp_path, rows, **teachers)
+    assert [warning.partition(":")[0] for warning in prompts.warnings] == [
+        "teacher other",
+        "teacher none",
+    ]
+    assert "distillation.teachers.other.prompt_template" in prompts.warnings[0]
+
+
 def test_a_single_teacher_has_problems_without_a_name(tmp_path: Path) -> None:
     rows = ({"prompt": "1+2=", "answer": "3"},)
     prompts = prompts_of(tmp_path, rows, only={})

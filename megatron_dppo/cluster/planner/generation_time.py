@@ -76,6 +76,33 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
     return GenerationSeconds(steady, tail, mean_response, last_response)
 
 
+def teacher_seconds(facts: RunFacts, cluster: Cluster) -> float:
+    """Return the seconds in which the slowest teacher scores a rollout batch; 0 without started teachers' servers.
+
+    A response costs one prefill over prompt and response, with the logits of all its tokens; the prefix cache is not
+    counted. The formula is FLOPs / (GPUs of the teacher's servers x peak x utilisation) + the network time of the
+    passes, with the FLOPs of the teacher's active parameters. Several teachers are assumed to share the problems
+    equally. Attached servers are of unknown speed: a teacher that has some counts 0.
+    """
+    rollout = facts.rollout
+    teachers = facts.spec.teachers
+    slowest = 0.0
+    for teacher in teachers:
+        servers = teacher.servers
+        if not servers.started or servers.urls:
+            continue
+        shape = teacher.model.shape
+        server_tokens = rollout.tokens / len(teachers) / servers.started
+        math_seconds = server_tokens * forward_flops(shape, rollout.mean_length)
+        math_seconds /= servers.layout.tensor * cluster.device.flops * PREFILL_UTILISATION
+        passes = ceil(server_tokens / chunk_tokens(servers, cluster.device))
+        chunk = server_tokens / passes
+        scored = chunk * rollout.mean_response / rollout.mean_length
+        network = network_seconds(shape, servers, cluster, chunk, scored)
+        slowest = max(slowest, math_seconds + network * passes)
+    return slowest
+
+
 def sequences_at_once(facts: RunFacts, cluster: Cluster) -> float:
     """Return the sequences that a server runs at once: the smaller of its share of the queue and its slots."""
     rollout = facts.rollout

@@ -29,7 +29,11 @@ from megatron_dppo.cluster.planner.facts import (
     TrainerFacts,
     rank_parameters,
 )
-from megatron_dppo.cluster.planner.generation_time import evaluation_seconds, generation_seconds
+from megatron_dppo.cluster.planner.generation_time import (
+    evaluation_seconds,
+    generation_seconds,
+    teacher_seconds,
+)
 from megatron_dppo.cluster.planner.schedules import bubble
 from megatron_dppo.cluster.planner.traffic import Traffic
 from megatron_dppo.cluster.planner.trainer_state import state_bytes
@@ -89,6 +93,7 @@ class StepSeconds:
         switch: seconds in which shared GPUs change between trainer and servers.
         evaluation: seconds of an evaluation / the steps between two evaluations.
         mean_response, last_response: as in ``GenerationSeconds``.
+        teachers: seconds in which the slowest teacher scores the batch, while the servers generate.
     """
 
     schedule: Schedule
@@ -104,6 +109,7 @@ class StepSeconds:
     evaluation: float = 0.0
     mean_response: float = 0.0
     last_response: float = 0.0
+    teachers: float = 0.0
 
     @property
     def phases(self) -> dict[str, float]:
@@ -111,6 +117,7 @@ class StepSeconds:
         phases = {
             "generation": self.generation,
             "longest responses": self.tail,
+            "teachers": self.teachers,
             "recomputed log-probs": self.recompute_pass,
             "training": self.training,
             "collectives": self.communication,
@@ -129,8 +136,11 @@ class StepSeconds:
 
     @property
     def servers(self) -> float:
-        """Seconds in which the servers generate the batch."""
-        return self.generation + self.tail
+        """Seconds until the batch is generated, and scored by its teachers.
+
+        A teacher scores responses while others are generated, so the slower of the two counts.
+        """
+        return max(self.generation + self.tail, self.teachers)
 
     @property
     def total(self) -> float:
@@ -252,6 +262,7 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
         evaluation=evaluation,
         mean_response=generation.mean_response,
         last_response=generation.last_response,
+        teachers=teacher_seconds(facts, cluster),
     )
 
 

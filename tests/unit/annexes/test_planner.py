@@ -963,3 +963,37 @@ def test_a_teacher_has_gpus_and_bytes_of_its_own():
     assert any(fault.startswith("teacher big: engine GPU memory") for fault in small.faults)
     with pytest.raises(ConfigError, match=r"distillation\.teachers: no config\.json in none"):
         facts(name, "distillation.teachers={t: {hf_checkpoint: none}}")
+
+
+def test_the_seconds_of_teachers_by_hand(monkeypatch, capsys):
+    """A response costs one pass of the teacher's 22 B active parameters over prompt and response."""
+    name = "qwen3_30b_a3b_base"
+    cluster = Cluster(DEVICES["h200"], 6, 8)
+    alone = plan_run(facts(name), cluster).seconds
+    run = facts(name, *TEACHER)
+    layer = 4096 * (2 * 64 * 128 + 2 * 4 * 128) + 8 * 3 * 4096 * 1536 + 4096 * 128
+    active = 94 * layer + 4096 * 151936
+    assert active == pytest.approx(21.6e9, rel=0.01)
+    length = run.rollout.mean_prompt + run.rollout.mean_response
+    flops = 2 * active + 2 * 64 * 128 * 94 * length
+    # Two servers of eight GPUs of 989 TFLOP/s, of which a prefill reaches 40%.
+    expected = run.rollout.responses * length * flops / (16 * 989e12 * 0.4)
+    seconds = plan_run(run, cluster).seconds
+    assert seconds.teachers == pytest.approx(expected, rel=1e-3)
+    assert seconds.phases["teachers"] == seconds.teachers
+    # The teacher is faster than the policy's servers, so the batch takes no longer.
+    assert seconds.teachers < seconds.servers == alone.servers
+    slow = replace(seconds, teachers=seconds.servers + 50)
+    assert slow.servers == seconds.servers + 50
+    # Two teachers of one server each share the problems.
+    pair = ", ".join(f"t{i}: {{hf_checkpoint: models/Qwen3-235B-A22B, sglang: {{tp_size: 8}}}}" for i in (1, 2))
+    two = plan_run(facts(name, f"distillation.teachers={{{pair}}}"), cluster).seconds
+    assert two.teachers == pytest.approx(expected, rel=1e-3)
+    far = "distillation.teachers={far: {hf_checkpoint: models/Qwen3-235B-A22B, urls: [http://far:1]}}"
+    attached = plan_run(facts(name, far), cluster).seconds
+    assert attached.teachers == 0
+    assert "teachers" not in attached.phases
+    monkeypatch.chdir(ROOT)
+    words = [f"examples/recipes/{name}.yaml", *TEACHER, "--gpu", "h200", "--nodes", "6", "--json"]
+    assert command.main(words) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["seconds"]["teachers"] == pytest.approx(expected, rel=1e-3)
