@@ -366,11 +366,11 @@ def test_a_resumed_run_refuses_a_teacher_of_other_weights(
         # Two servers of one teacher must have the same weights, too.
         given = f"distillation.teachers.far.urls=[{url}, {other_url}]"
         config = load_config(path, [given, "engine.servers=0", f"run.directory={tmp_path / 'two'}"])
-        (teacher,) = RunSpec.of_checked(config).teachers
+        (spec,) = RunSpec.of_checked(config).teachers
         tokens = ScoredTokens(SEQUENCES[1], 5, top_k=3, vocabulary=512)
         with KeptFleet(config) as fleet, AsyncRunner() as runner:
             client = TeacherClient(
-                teacher,
+                spec,
                 fleet.record,
                 config.engine,
                 request_timeout_s=600,
