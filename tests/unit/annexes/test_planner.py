@@ -986,14 +986,20 @@ def test_the_seconds_of_teachers_by_hand(monkeypatch, capsys):
     slow = replace(seconds, teachers=seconds.servers + 50)
     assert slow.servers == seconds.servers + 50
     # Two teachers of one server each share the problems.
-    pair = ", ".join(f"t{i}: {{hf_checkpoint: models/Qwen3-235B-A22B, sglang: {{tp_size: 8}}}}" for i in (1, 2))
+    pair = ", ".join(
+        f"t{i}: {{hf_checkpoint: models/Qwen3-235B-A22B, sglang: {{tp_size: 8}}}}" for i in (1, 2)
+    )
     two = plan_run(facts(name, f"distillation.teachers={{{pair}}}"), cluster).seconds
     assert two.teachers == pytest.approx(expected, rel=1e-3)
-    far = "distillation.teachers={far: {hf_checkpoint: models/Qwen3-235B-A22B, urls: [http://far:1]}}"
+    far = (
+        "distillation.teachers={far: {hf_checkpoint: models/Qwen3-235B-A22B, urls: [http://far:1]}}"
+    )
     attached = plan_run(facts(name, far), cluster).seconds
     assert attached.teachers == 0
     assert "teachers" not in attached.phases
     monkeypatch.chdir(ROOT)
     words = [f"examples/recipes/{name}.yaml", *TEACHER, "--gpu", "h200", "--nodes", "6", "--json"]
     assert command.main(words) == 0
-    assert json.loads(capsys.readouterr().out)["plan"]["seconds"]["teachers"] == pytest.approx(expected, rel=1e-3)
+    assert json.loads(capsys.readouterr().out)["plan"]["seconds"]["teachers"] == pytest.approx(
+        expected, rel=1e-3
+    )
