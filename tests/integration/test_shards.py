@@ -21,6 +21,7 @@ from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.shard_plan import Message
+from megatron_dppo.system import failpoints
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
@@ -380,9 +381,18 @@ def test_block_fp8_and_kept_messages(tmp_path: Path) -> None:
 
 
 def send(
-    url: str, folder: str, start_folder: str, version: int, dies: bool = False, **parallel: int
+    url: str,
+    folder: str,
+    start_folder: str,
+    version: int,
+    dies: bool = False,
+    dies_at: tuple[int, str] | None = None,
+    **parallel: int,
 ) -> dict[str, Any]:
+    """Send ``folder`` from two ranks. ``dies_at``: a rank that is killed, and the phase of the update."""
     transaction.MIB = MESSAGE_BYTES
+    if dies_at is not None and int(os.environ["RANK"]) == dies_at[0]:
+        os.environ[failpoints.VARIABLE] = f"update/{dies_at[1]},kill,1"
     trainer = Trainer(policy_config(folder, world_size=2, **parallel))
     config = WeightSyncConfig(strategy="shards", bucket_mib=1)
 
@@ -430,6 +440,33 @@ def test_a_dead_sender_leaves_the_engines_free_for_new_ranks(
     assert updates.update(41).verified
     assert not patience.is_exhausted()
     assert_serves(server, trained, 41)
+    updates.close()
+
+
+DEATHS = [(0, "begin"), (0, "end"), (0, "verify"), (1, "gather"), (1, "hash")]
+"""Ranks, and the phases in which they die."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "phase"), DEATHS)
+def test_a_rank_that_dies_in_any_phase_leaves_the_engines_free(
+    server: RunningServer, trained: Path, rank: int, phase: str
+) -> None:
+    updates = shard_updater(server, ShardSource(server.folder))
+    assert updates.update(42).verified
+    updates.close()
+    worker = "tests.integration.test_shards:send"
+    where = (server.process.url, str(trained), str(server.folder), 43)
+    with pytest.raises(RankFailedError):
+        run_ranks(worker, 2, *where, dies_at=(rank, phase), tensor=2)
+    # In the phase begin, a rank may die before the version before is withdrawn.
+    served = {"42", "unverified-43"} if phase == "begin" else {"unverified-43"}
+    assert server.version() in served
+    patience = own_patience(TIMEOUT_S / 2)
+    updates = shard_updater(server, ShardSource(trained))
+    assert updates.update(44).verified
+    assert not patience.is_exhausted()
+    assert_serves(server, trained, 44)
     updates.close()
 
 
