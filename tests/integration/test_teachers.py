@@ -201,7 +201,6 @@ def teacher_prompt(config: TrainConfig, problem: Problem) -> list[int] | None:
     return tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.first
 def test_a_run_with_two_teachers(material: Path) -> None:
     """Two steps, the death of a teacher's server, two more: each response has its teacher's own log-probabilities.
 
