@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_dppo.cluster.rehearsal.tiny_model import KnownModel, tiny_config, tiny_sizes
+from megatron_dppo.cluster.known_models import KnownModel
+from megatron_dppo.cluster.rehearsal.tiny_model import tiny_config
+from megatron_dppo.cluster.rehearsal.tiny_sizes import tiny_sizes
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import LayoutSizes
 from tests.unit.families.test_qwen3_5_moe import NAME, PUBLISHED
