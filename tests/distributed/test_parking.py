@@ -231,7 +231,7 @@ def test_a_checkpoint_in_the_background_and_a_parked_trainer(
         report = rank["checkpoint"]
         assert all(report["restored"])
         assert {kind for kind, _ in report["refused"].values()} == {"ParkedError"}
-        assert report["refused"]["gather"][1].startswith("can't gather weights: ")
+        assert report["refused"]["gather"][1].startswith("can't read weights: ")
 
 
 @pytest.mark.distributed

@@ -111,7 +111,7 @@ def resolution(
 
     from megatron_dppo.config import load_config
     from megatron_dppo.engine.options import server_options, write_options
-    from megatron_dppo.spec import RunSpec
+    from megatron_dppo.spec import ModelSpec, RunSpec
 
     name = Path(load_config(recipe).model.hf_checkpoint).name.lower()
     model = ROOT / "examples" / "model_configs" / name
@@ -119,7 +119,8 @@ def resolution(
     if placement is not None:
         changes.append(f"engine.placement={placement}")
     config = load_config(recipe, changes)
-    servers = RunSpec.of_checked(config).servers
+    # The function reads no teacher's files, which are not here.
+    servers = RunSpec.of_model(config, ModelSpec.read(config)).servers
     options = server_options(servers, host="127.0.0.1", port=30000, seed=1) | dict(more or {})
     with tempfile.TemporaryDirectory() as folder:
         write_options(options, file := Path(folder) / "options.yaml")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.integration.runs import ROOT
-from tests.unit.repository.test_recipes import RECIPES
+from tests.unit.repository.test_recipes import RECIPES, SUPERVISED
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -123,8 +123,7 @@ def test_a_supervised_recipe_passes(tmp_path):
     ]
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    name = "qwen3_30b_a3b_base_cold_start"
-    completed = rehearse(tmp_path, str(RECIPES / f"{name}.yaml"), "--ranks=2", f"data.train={data}")
+    completed = rehearse(tmp_path, str(SUPERVISED), "--ranks=2", f"data.train={data}")
     assert completed.returncode == 0, completed.stdout[-5000:] + completed.stderr[-3000:]
     report = json.loads((tmp_path / "rehearsal" / "rehearsal.json").read_text())
     assert report["passed"]
