@@ -13,6 +13,7 @@ from tools import trace_walk  # noqa: E402
 
 def test_a_run_enters_the_files_of_the_walks(tmp_path: Path) -> None:
     """If this fails, ``python tools/trace_walk.py --write`` writes the walks anew."""
-    traced = trace_walk.all_walks(trace_walk.trace_run(tmp_path))
+    entries = trace_walk.trace_run(tmp_path)
+    traced = trace_walk.all_walks(entries)
     written = trace_walk.walks_on(trace_walk.PAGE.read_text(encoding="utf-8"))
-    assert trace_walk.differences(traced, written) == []
+    assert trace_walk.differences(traced, written, entries) == []

@@ -58,10 +58,12 @@ def test_a_job_is_requeued_when_its_node_crashes(cluster, folder):
     cluster.crash(node)
     cluster.declare_down(node)
     try:
-        assert cluster.client.wait(job)["Restarts"] == "1"
+        # On a busy machine Slurm may also find the next node not responding, and requeue the job once more.
+        restarts = int(cluster.client.wait(job)["Restarts"])
     finally:
         cluster.boot(node)
-    assert (folder / "out").read_text().splitlines()[-1] == "start 1"
+    assert restarts >= 1
+    assert (folder / "out").read_text().splitlines()[-1] == f"start {restarts}"
 
 
 def test_a_cut_network_leaves_the_tasks_running(isolated, folder):
