@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from examples.arena.claims import TV, Claim, Comparison, Record, Side, loss_of_best
-from examples.arena.figures import curves_figure, save
-from examples.arena.findings import CLAIM_TABLE, claim_row, tests_csv, verdicts
-from examples.arena.run import cells_of, make_runs, read_results
+from examples.arena.claims import TV, Claim, Comparison, Side, loss_of_best
+from examples.arena.run import cells_of, make_runs
+from examples.arena.study import Study
 from megatron_dppo.metrics import table as names
 
 RESULTS = Path("runs/arena/distillation.jsonl")
@@ -64,13 +63,6 @@ CLAIMS = (
         Comparison(Side("taught-reverse", TV), Side("taught-stale", TV)),
     ),
 )
-DRAWN = tuple(
-    (setting, rule)
-    for setting in ("taught-stale", "taught-flips", "taught-fp8", "taught-reverse")
-    for rule in (TV, UNMASKED)
-)
-
-
 INTRODUCTION = """\
 # Distillation with and without a trust region
 
@@ -83,31 +75,19 @@ teacher are those of `make demo-distil`; rewards are measured, and not learned f
 """
 
 
-def page_of(records: Mapping[str, Record]) -> str:
-    """Return the text of ``distillation.md``."""
-    found = verdicts(CLAIMS, records)
-    lines = [
-        INTRODUCTION,
-        *CLAIM_TABLE,
-        *(claim_row(claim, found[claim.name], is_linked=False) for claim in CLAIMS),
-        "",
-        "![reward and distance to the teacher, with and without a mask](distillation.png)",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def write_page(folder: Path) -> None:
-    """Write ``distillation.md``, its figure and its tests into ``folder``."""
-    records = read_results(RESULTS)
-    drawn = []
-    for setting, rule in DRAWN:
-        if all(Side(setting, rule).key(seed) in records for seed in SEEDS):
-            drawn.append((setting, rule))
-    figure = curves_figure(drawn, (names.REWARD, names.TEACHER_GAP), records, SEEDS)
-    save(figure, folder / "distillation.png")
-    (folder / "distillation.md").write_text(page_of(records), encoding="utf-8")
-    tests = tests_csv(CLAIMS, verdicts(CLAIMS, records), records)
-    (folder / "distillation_tests.csv").write_text(tests, encoding="utf-8")
+STUDY = Study(
+    results=RESULTS,
+    claims=CLAIMS,
+    seeds=SEEDS,
+    introduction=INTRODUCTION,
+    drawn=tuple(
+        (setting, rule)
+        for setting in ("taught-stale", "taught-flips", "taught-fp8", "taught-reverse")
+        for rule in (TV, UNMASKED)
+    ),
+    metrics=(names.REWARD, names.TEACHER_GAP),
+    caption="reward and distance to the teacher, with and without a mask",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.only_findings:
         make_runs(cells_of(CLAIMS), RESULTS, options.processes)
-    write_page(options.out)
+    STUDY.write_page(options.out)
     return 0
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from examples.arena.claims import (
@@ -21,7 +21,6 @@ from examples.arena.claims import (
     TV,
     Claim,
     Comparison,
-    Record,
     Side,
     above,
     alike,
@@ -30,10 +29,9 @@ from examples.arena.claims import (
     first_gap,
     loss_of_best,
 )
-from examples.arena.figures import curves_figure, save
-from examples.arena.findings import CLAIM_TABLE, claim_row, tests_csv, verdicts
 from examples.arena.lab import Cell
-from examples.arena.run import cells_of, make_real_runs, make_runs, read_results
+from examples.arena.run import cells_of, make_real_runs, make_runs
+from examples.arena.study import Study
 from megatron_dppo.metrics import table as names
 
 RESULTS = Path("runs/arena/fp8.jsonl")
@@ -134,32 +132,19 @@ came before, six steps with seed 100. All runs in the lab were made. Every test 
 """
 
 
-def page_of(records: Mapping[str, Record]) -> str:
-    """Return the text of ``fp8.md``."""
-    found = verdicts(CLAIMS, records)
-    lines = [
-        INTRODUCTION,
-        *CLAIM_TABLE,
-        *(claim_row(claim, found[claim.name], is_linked=False) for claim in CLAIMS),
-        "",
-        "![reward and gap with and without FP8 and R3](fp8.png)",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def write_page(folder: Path) -> None:
-    """Write ``fp8.md`` and its figure into ``folder``."""
-    records = read_results(RESULTS)
-    drawn = []
-    for setting in ("w8a8-unquantised", "w8a8", "w8a8-r3"):
-        for rule in (TV, CLIP, CISPO):
-            side = Side(setting, rule)
-            if all(side.key(seed) in records for seed in SEEDS):
-                drawn.append((setting, rule))
-    save(curves_figure(drawn, (names.REWARD, names.GAP), records, SEEDS), folder / "fp8.png")
-    (folder / "fp8.md").write_text(page_of(records), encoding="utf-8")
-    tests = tests_csv(CLAIMS, verdicts(CLAIMS, records), records)
-    (folder / "fp8_tests.csv").write_text(tests, encoding="utf-8")
+STUDY = Study(
+    results=RESULTS,
+    claims=CLAIMS,
+    seeds=SEEDS,
+    introduction=INTRODUCTION,
+    drawn=tuple(
+        (setting, rule)
+        for setting in ("w8a8-unquantised", "w8a8", "w8a8-r3")
+        for rule in (TV, CLIP, CISPO)
+    ),
+    metrics=(names.REWARD, names.GAP),
+    caption="reward and gap with and without FP8 and R3",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -178,13 +163,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if options.only_findings:
-        write_page(options.out)
+        STUDY.write_page(options.out)
         return 0
     if not options.real:
         make_runs(cells_of(CLAIMS), RESULTS, options.processes)
     if not options.lab:
         make_real_runs(real_cells(), RESULTS)
-    write_page(options.out)
+    STUDY.write_page(options.out)
     return 0
 
 

@@ -408,13 +408,11 @@ def test_the_kept_page_and_its_figures_are_those_of_the_kept_runs():
         assert not is_row or len({len(re.findall(r"(?<!\\)\|", row)) for row in table}) == 1
 
 
-@pytest.mark.parametrize("study", [fp8, distillation])
+@pytest.mark.parametrize("study", [fp8.STUDY, distillation.STUDY])
 def test_the_kept_page_of_a_study_is_that_of_its_kept_runs(study):
-    name = study.RESULTS.stem
-    records = read_results(DOCS / "findings" / f"{name}.jsonl.gz")
-    assert (DOCS / "findings" / f"{name}.md").read_text() == study.page_of(records)
-    tests = findings.tests_csv(study.CLAIMS, findings.verdicts(study.CLAIMS, records), records)
-    assert (DOCS / "findings" / f"{name}_tests.csv").read_text() == tests
+    records = read_results(DOCS / "findings" / f"{study.name}.jsonl.gz")
+    assert (DOCS / "findings" / f"{study.name}.md").read_text() == study.page_of(records)
+    assert (DOCS / "findings" / f"{study.name}_tests.csv").read_text() == study.tests_of(records)
 
 
 # --- figures
