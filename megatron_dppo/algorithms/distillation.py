@@ -100,6 +100,7 @@ class _Columns:
 
     @classmethod
     def of(cls, log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> _Columns:
+        """Return the probabilities of both policies. The arguments are those of a ``Distance``."""
         assert log_pi.shape == log_teacher.shape == valid.shape
         resolution = 4 * max(torch.finfo(x.dtype).eps for x in (log_pi, log_teacher))
         log_pi = log_pi.double().clamp(max=0)
@@ -207,11 +208,13 @@ class Distillation:
         teacher_inputs = replace(inputs, advantages=teacher_advantages)
         if self.rewards:
             sums = policy_loss(self.algorithm, inputs, token_scale)
+            is_counted = decide(self._decider, teacher_inputs).trains
         else:
             inputs = teacher_inputs
             sums = policy_loss(self._decider, inputs, token_scale, with_surrogate=False)
+            assert sums.blocked is not None
+            is_counted = inputs.loss_mask & ~sums.blocked
         with torch.no_grad():
-            is_counted = decide(self._decider, teacher_inputs).trains
             distance, slopes = DISTANCES[self.loss](log_pi, log_teacher, valid)
             mass = torch.where(valid, log_teacher.double().exp(), 0.0)[..., :-1].sum(-1)
             metrics = {

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -266,34 +266,22 @@ def usable_rows(loss_mask: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.
     return is_usable
 
 
-def _log_probs(array: np.ndarray, _: Mapping[str, np.ndarray], location: str) -> None:
-    check_log_probs(array, f"{location}: rollout_log_probs")
+def _log_probs(name: str, array: np.ndarray, _: Mapping[str, np.ndarray], location: str) -> None:
+    check_log_probs(array, f"{location}: {name}")
 
 
-def _topk_pair(_: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> None:
-    if not {"topk_ids", "topk_log_probs"} <= columns.keys():
-        raise ValueError(f"{location}: topk_ids and topk_log_probs go together")
+def _topk_pair(owner: str, _: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> None:
+    """Raise ValueError unless both columns, whose names begin with ``owner``, are there."""
+    ids, log_probs = f"{owner}topk_ids", f"{owner}topk_log_probs"
+    if not {ids, log_probs} <= columns.keys():
+        raise ValueError(f"{location}: {ids} and {log_probs} go together")
 
 
-def _topk(ids: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> None:
-    _topk_pair(ids, columns, location)
-    check_topk(columns["topk_ids"], columns["topk_log_probs"], location)
-
-
-def _teacher_log_probs(array: np.ndarray, _: Mapping[str, np.ndarray], location: str) -> None:
-    check_log_probs(array, f"{location}: teacher_log_probs")
-
-
-def _teacher_topk_pair(_: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> None:
-    if not {"teacher_topk_ids", "teacher_topk_log_probs"} <= columns.keys():
-        raise ValueError(f"{location}: teacher_topk_ids and teacher_topk_log_probs go together")
-
-
-def _teacher_topk(ids: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> None:
-    _teacher_topk_pair(ids, columns, location)
-    check_topk(
-        columns["teacher_topk_ids"], columns["teacher_topk_log_probs"], f"{location}: teacher"
-    )
+def _topk(owner: str, array: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> None:
+    """Check both columns of a Top-K, whose names begin with ``owner``."""
+    _topk_pair(owner, array, columns, location)
+    whose = f"{location}: teacher" if owner else location
+    check_topk(columns[f"{owner}topk_ids"], columns[f"{owner}topk_log_probs"], whose)
 
 
 def _routing(array: np.ndarray, _: Mapping[str, np.ndarray], location: str) -> None:
@@ -310,7 +298,13 @@ def _finite(array: np.ndarray, _: Mapping[str, np.ndarray], location: str) -> No
 
 
 ROLLOUT_LOG_PROBS = declare(
-    Column("rollout_log_probs", ("float32",), Rows.SAMPLED, check=_log_probs, read_by=ReadBy.LAST)
+    Column(
+        "rollout_log_probs",
+        ("float32",),
+        Rows.SAMPLED,
+        check=partial(_log_probs, "rollout_log_probs"),
+        read_by=ReadBy.LAST,
+    )
 )
 """Natural log mu(token) at the sampling temperature, as returned by the engine."""
 
@@ -343,7 +337,7 @@ TOPK_IDS = declare(
         Rows.SAMPLED,
         ("topk",),
         fill=-1,
-        check=_topk_pair,
+        check=partial(_topk_pair, ""),
         read_by=ReadBy.LAST,
     )
 )
@@ -351,7 +345,12 @@ TOPK_IDS = declare(
 
 TOPK_LOG_PROBS = declare(
     Column(
-        "topk_log_probs", ("float32",), Rows.SAMPLED, ("topk",), check=_topk, read_by=ReadBy.LAST
+        "topk_log_probs",
+        ("float32",),
+        Rows.SAMPLED,
+        ("topk",),
+        check=partial(_topk, ""),
+        read_by=ReadBy.LAST,
     )
 )
 """Natural log mu at ``topk_ids``."""
@@ -361,7 +360,7 @@ TEACHER_LOG_PROBS = declare(
         "teacher_log_probs",
         ("float32",),
         Rows.SAMPLED,
-        check=_teacher_log_probs,
+        check=partial(_log_probs, "teacher_log_probs"),
         read_by=ReadBy.LAST,
     )
 )
@@ -374,7 +373,7 @@ TEACHER_TOPK_IDS = declare(
         Rows.SAMPLED,
         ("teacher_topk",),
         fill=-1,
-        check=_teacher_topk_pair,
+        check=partial(_topk_pair, "teacher_"),
         read_by=ReadBy.LAST,
     )
 )
@@ -386,7 +385,7 @@ TEACHER_TOPK_LOG_PROBS = declare(
         ("float32",),
         Rows.SAMPLED,
         ("teacher_topk",),
-        check=_teacher_topk,
+        check=partial(_topk, "teacher_"),
         read_by=ReadBy.LAST,
     )
 )

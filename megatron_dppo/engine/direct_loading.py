@@ -204,10 +204,10 @@ class TensorPlaces:
         self._addresses: dict[str, int] = {}
         self._unfilled: list[Tensor] = []
         self.blocks: dict[Segment, list[tuple[Tensor, bool]]] = defaultdict(list)
-        """For each block that the rank holds: views of its places, with the block's shape, and whether the engine holds
-        1 + the block. The block's ``local_start`` is 0."""
+        """Each block that the rank holds has a list of its places: a view with the block's shape, and whether the
+        engine holds 1 + the block there. The block's ``local_start`` is 0."""
         self.placements: MessagePlacements = {}
-        """What updates in shards have found out about their messages."""
+        """Updates in shards keep the copies of their messages here, for the next update."""
         flat_tensors = self._flat(table.sizes[rank], held_tensors)
         self._device = next(iter(flat_tensors.values())).device
         filled_tensors: set[str] = set()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -66,8 +67,10 @@ class TeacherPrompts:
     def __init__(self, config: TrainConfig, data: RunData) -> None:
         self._names = list(config.distillation.teachers)
         self._key = config.distillation.teacher_key
-        prompts = [p.prompt_ids[:_CHECKED_TOKENS] for p in data.train.problems]
-        self.examples = [prompt for prompt in prompts if len(prompt) > 1][:_CHECKED_PROMPTS]
+        long_enough = (p.prompt_ids for p in data.train.problems if len(p.prompt_ids) > 1)
+        self.examples = [
+            prompt[:_CHECKED_TOKENS] for prompt in islice(long_enough, _CHECKED_PROMPTS)
+        ]
         self._prompts: dict[int, tuple[int, ...]] = {}
         """Problem id -> its teacher's prompt, if it is another than the policy's."""
         self.warnings: list[str] = []
