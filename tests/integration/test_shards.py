@@ -44,7 +44,7 @@ from tests.integration.weight_server import (
     serve,
     updater,
 )
-from tests.patience import own_patience
+from tests.patience import Patience, own_patience
 from tests.ranks import RankFailedError, run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -428,6 +428,17 @@ class DyingMessages(list[Message]):
         os._exit(1)
 
 
+def assert_takes_update(
+    server: RunningServer, trained: Path, version: int, patience: Patience
+) -> None:
+    """Assert that a new trainer's update arrives before ``patience`` is exhausted."""
+    updates = shard_updater(server, ShardSource(trained))
+    assert updates.update(version).verified
+    assert not patience.is_exhausted()
+    assert_serves(server, trained, version)
+    updates.close()
+
+
 def test_a_dead_sender_leaves_the_engines_free_for_new_ranks(
     server: RunningServer, trained: Path
 ) -> None:
@@ -436,11 +447,7 @@ def test_a_dead_sender_leaves_the_engines_free_for_new_ranks(
     with pytest.raises(RankFailedError):
         run_ranks(worker, 2, *where, dies=True, tensor=2)
     patience = own_patience(TIMEOUT_S / 2)
-    updates = shard_updater(server, ShardSource(trained))
-    assert updates.update(41).verified
-    assert not patience.is_exhausted()
-    assert_serves(server, trained, 41)
-    updates.close()
+    assert_takes_update(server, trained, 41, patience)
 
 
 DEATHS = [(0, "begin"), (0, "end"), (0, "verify"), (1, "gather"), (1, "hash")]
@@ -463,11 +470,7 @@ def test_a_rank_that_dies_in_any_phase_leaves_the_engines_free(
     served = {"42", "unverified-43"} if phase == "begin" else {"unverified-43"}
     assert server.version() in served
     patience = own_patience(TIMEOUT_S / 2)
-    updates = shard_updater(server, ShardSource(trained))
-    assert updates.update(44).verified
-    assert not patience.is_exhausted()
-    assert_serves(server, trained, 44)
-    updates.close()
+    assert_takes_update(server, trained, 44, patience)
 
 
 def test_a_hung_engine_fails_in_time_and_recovers(server: RunningServer, trained: Path) -> None:

@@ -57,7 +57,7 @@ from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, place
 from megatron_dppo.logging import INTERRUPTED, REFUSED
-from megatron_dppo.metrics.records import last_step, read_records
+from megatron_dppo.metrics.records import read_records
 from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.engine_layout import server_ranks
 from megatron_dppo.model.errors import ModelError
@@ -249,8 +249,11 @@ class Rehearsal:
         runs = rehearsal.train(path)
         ranks = rehearsal_config.parallel.world_size
         parts = ["supervised training", "checkpoint, stop, resume, held-out loss, export"]
-        if runs[-1].code != 0:
-            _fail(self.phases.current, runs[-1].failure(), attempts.key_of(runs[-1].errors))
+        run = runs[-1]
+        if attempts.was_interrupted(run):
+            return INTERRUPTED
+        if run.has_failed:
+            _fail(self.phases.current, run.failure(), attempts.key_of(run.errors))
             self._write(ranks, parts, [], rehearsal.omissions, runs, passed=False)
             return FAILED
         rows = rehearsal.findings(rehearsal_config)
@@ -497,34 +500,29 @@ class Rehearsal:
     ) -> int:
         """Run the configuration until it is stopped, and then to its end; judge the runs and return the exit code."""
         last = rehearsal_config.run.steps
-        runs: list[attempts.RehearsalRun] = []
-        run_plans = (
-            (f"start, train, be stopped after step {STOP_AFTER}", STOP_AFTER, _first_phases),
-            ("start again, resume, train, evaluate, export, compare", None, _resumed_phases(last)),
+        first_label = f"start, train, be stopped after step {STOP_AFTER}"
+        second_label = "start again, resume, train, evaluate, export, compare"
+        runs = attempts.run_planned(
+            (
+                attempts.PlannedRun(first_label, _first_phases, STOP_AFTER),
+                attempts.PlannedRun(second_label, _resumed_phases(last)),
+            ),
+            path,
+            self.run_directory,
+            self.usage,
+            self.phases.phase,
+            last=last,
+            form=self.form,
         )
-        for label, stop_after, phase_of in run_plans:
-            with self.phases.phase(label):
-                run = attempts.run_attempt(
-                    path,
-                    self.run_directory,
-                    self.usage,
-                    phase_of,
-                    stop_after=stop_after,
-                    form=self.form,
-                )
-            runs.append(run)
-            if attempts.was_interrupted(run):
-                return INTERRUPTED
-            is_stop = stop_after is not None and run.code == INTERRUPTED
-            if run.code != 0 and not is_stop:
-                _fail(label, run.failure(), attempts.key_of(run.errors))
-                ranks = rehearsal_config.parallel.world_size
-                parts = verdict.exercised(rehearsal_config)
-                self._write(ranks, parts, [], omissions, runs, passed=False)
-                return FAILED
-            # The first run may have ended before the stop.
-            if last_step(self.run_directory) >= last and run.code == 0:
-                break
+        run = runs[-1]
+        if attempts.was_interrupted(run):
+            return INTERRUPTED
+        if run.has_failed:
+            _fail(self.phases.current, run.failure(), attempts.key_of(run.errors))
+            ranks = rehearsal_config.parallel.world_size
+            parts = verdict.exercised(rehearsal_config)
+            self._write(ranks, parts, [], omissions, runs, passed=False)
+            return FAILED
         return self._judge(rehearsal_config, omissions, runs, placement)
 
     def _judge(

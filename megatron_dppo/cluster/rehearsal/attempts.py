@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megatron_dppo.cluster.rehearsal.usage import UsageByPhase, usage_of
 from megatron_dppo.config import TrainConfig
 from megatron_dppo.demo.material import INTERRUPTED_CODES, run_to_the_end
 from megatron_dppo.launch import forked_ranks
+from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.metrics.records import last_step
 from megatron_dppo.system.fork_server import SharedForkServers
 from megatron_dppo.system.processes import describe_exit
@@ -78,6 +80,11 @@ class RehearsalRun:
     cpu_seconds: float
     was_stopped: bool
     errors: str
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run ended with an error. A run that the rehearsal stopped has not failed."""
+        return self.code != 0 and not (self.was_stopped and self.code == INTERRUPTED)
 
     def failure(self) -> str:
         """Describe the failure by the error lines of the run, or by its last lines."""
@@ -232,6 +239,50 @@ def run_attempt(
     errors = "".join(watch.error_lines) + _text_from(log, log_size_before)
     cpu_seconds = _cpu_of_children() + servers.cpu_seconds() - cpu_before
     return RehearsalRun(code, seconds, cpu_seconds, watch.was_stopped, errors)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One of the two runs of a rehearsal.
+
+    Attributes:
+        label: name of the rehearsal's phase.
+        phase_of: names the phase of a sample.
+        stop_after: the step after which the run is stopped; None: never.
+    """
+
+    label: str
+    phase_of: PhaseOf
+    stop_after: int | None = None
+
+
+def run_planned(
+    planned_runs: Sequence[PlannedRun],
+    config: Path,
+    directory: Path,
+    usage: UsageByPhase,
+    phase: Callable[[str], AbstractContextManager[None]],
+    *,
+    last: int,
+    form: RunForm = LOCAL,
+) -> list[RehearsalRun]:
+    """Make the planned runs of ``config``, until one fails, or is interrupted, or ends after step ``last``.
+
+    ``phase`` announces and measures each of them. The other arguments are those of ``run_attempt``.
+    """
+    runs: list[RehearsalRun] = []
+    for planned in planned_runs:
+        with phase(planned.label):
+            run = run_attempt(
+                config, directory, usage, planned.phase_of, stop_after=planned.stop_after, form=form
+            )
+        runs.append(run)
+        if was_interrupted(run) or run.has_failed:
+            break
+        # The first run may have ended before the stop.
+        if last_step(directory) >= last and run.code == 0:
+            break
+    return runs
 
 
 def _text_from(path: Path, position: int) -> str:

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,13 +76,7 @@ class SupervisedRehearsal:
         self.usage = UsageByPhase()
         self.omissions: list[Omission] = []
         if known_model.missing:
-            self._leave_out("model.hf_checkpoint", known_model.missing)
-        if config.parallel.sizes != parallel.sizes:
-            ranks = f"{config.parallel.world_size} ranks are rehearsed as {parallel.world_size}"
-            self._leave_out("parallel", f"the recipe's {ranks} (--ranks)")
-
-    def _leave_out(self, key: str, reason: str) -> None:
-        self.omissions.append(Omission(key, reason))
+            self.omissions.append(Omission("model.hf_checkpoint", known_model.missing))
 
     def prepare(self, path: Path) -> SupervisedConfig:
         """Make the tokenizer, the data, the model and the rehearsal's configuration, and write it to ``path``.
@@ -93,8 +86,10 @@ class SupervisedRehearsal:
         with self._phase("make the tokenizer and the data"):
             source = self._config.model.hf_checkpoint
             has_own_tokenizer = has_tokenizer(source)
-            if not has_own_tokenizer:
-                self._leave_out("model.hf_checkpoint", shrinking.NO_TOKENIZER)
+            self.omissions += shrinking.replaced_trainer_parts(
+                self._config, self._parallel, has_own_tokenizer=has_own_tokenizer
+            )
+            self.omissions += shrinking.interface_parts(self._config)
             write_tokenizer(self._model, source if has_own_tokenizer else None)
             data = self._data()
             longest = self._longest_sequence([data["train"], *data["evaluation"].values()])
@@ -131,14 +126,14 @@ class SupervisedRehearsal:
             path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
             paths[key] = str(path)
         train = paths.pop("data.train")
-        evaluation = {key.rpartition(".")[2]: path for key, path in paths.items()}
+        evaluation = {key.removeprefix("data.evaluation."): path for key, path in paths.items()}
         return {"train": train, "evaluation": evaluation}
 
     def _rows(self, key: str, file: str, seed: int) -> Sequence[Record]:
         fault = data_files(file).fault
         if fault is not None:
             reason = f"{file} is not here (expected {fault}); toy sums replace it"
-            self._leave_out(key, reason)
+            self.omissions.append(Omission(key, reason))
             toys = toy_rows(_ROWS, seed)
             return [{"prompt": row["prompt"], "response": row["answer"]} for row in toys]
         try:
@@ -177,9 +172,9 @@ class SupervisedRehearsal:
             "tracking": {"trackers": []},
         }
         values = merged(config.model_dump(), changes)
-        for table, keys in shrinking.dropped_trainer_options(config).items():
-            if keys:
-                self._leave_out(table, f"{', '.join(keys)}: for GPUs")
+        dropped_options = shrinking.dropped_trainer_options(config)
+        self.omissions += shrinking.dropped_parts(dropped_options, config.tracking)
+        for table, keys in dropped_options.items():
             options = getattr(config, table)
             values[table] = {key: value for key, value in options.items() if key not in keys}
         values["data"] = {**values["data"], **data}
@@ -187,25 +182,13 @@ class SupervisedRehearsal:
 
     def train(self, path: Path) -> list[attempts.RehearsalRun]:
         """Run the configuration until it is stopped, and then to its end. The last run may have failed."""
-        runs: list[attempts.RehearsalRun] = []
+        planned_runs: list[attempts.PlannedRun] = []
         for label, stop_after in (("train and be stopped", 1), ("resume, evaluate, export", None)):
-            with self._phase(label):
-                run = attempts.run_attempt(
-                    path,
-                    self._run_directory,
-                    self.usage,
-                    partial(_phase_of, label),
-                    stop_after=stop_after,
-                    form=FORM,
-                )
-            if attempts.was_interrupted(run):
-                raise KeyboardInterrupt
-            if run.was_stopped and run.code != 0:
-                run = replace(run, code=0)
-            runs.append(run)
-            if run.code != 0:
-                break
-        return runs
+            phase_of = partial(_phase_of, label)
+            planned_runs.append(attempts.PlannedRun(label, phase_of, stop_after))
+        return attempts.run_planned(
+            planned_runs, path, self._run_directory, self.usage, self._phase, last=STEPS, form=FORM
+        )
 
     def findings(self, config: SupervisedConfig) -> list[VerdictRow]:
         """Compare the results of the finished runs with what every healthy run keeps."""
