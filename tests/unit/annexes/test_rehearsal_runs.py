@@ -1,4 +1,4 @@
-"""The two runs of a rehearsal, with small programs in place of a training run, and the preparation of a supervised one."""
+"""The two runs of a rehearsal, with small programs in place of a training run, and how a supervised one is prepared."""
 
 from __future__ import annotations
 
