@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_as(SupervisedConfig, options.config, options.overrides)
         if options.check:
             check_everything_supervised(config, options.config)
-            faults = list(checkpoint_faults(config.model.hf_checkpoint))
+            faults = list(checkpoint_faults(config))
             if faults:
                 raise ConfigError(faults, options.config)
             _load_data(config)

@@ -48,7 +48,7 @@ from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.launch.stops import exit_by_code
 from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
 from megatron_dppo.rewards.checked_answers import checked_answers_file
-from megatron_dppo.spec import ModelSpec, RunSpec
+from megatron_dppo.spec import RunSpec, read_shape
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import end_now, name_rank
 from megatron_dppo.system.secret_variables import hide_secrets
@@ -124,7 +124,7 @@ def _check(options: argparse.Namespace) -> int:
     for warning in untried_options(config):
         print(f"warning: {warning}")
     if not precedes_start:
-        shape = ModelSpec.read(config).shape
+        shape = read_shape(config)
         for warning in embedding_warnings(config.model.hf_checkpoint, shape):
             print(f"warning: {warning}")
         # In a run, rank 0 logs these changes.
@@ -155,7 +155,7 @@ def _stage_faults(
         layout = check_everything(config, options.config, weights=options.answers is not None)
     except ConfigError as error:
         faults += error.faults
-    faults += checkpoint_faults(config.model.hf_checkpoint)
+    faults += checkpoint_faults(config)
     # The function takes faults like keys, because each fault begins with its key.
     faults += data_and_resume_faults(config, [*faulty_keys, *faults], options.answers)
     return layout, faults

@@ -40,7 +40,7 @@ from megatron_dppo.model.gather_plan import Bucket, ParameterKey, hf_buckets_pla
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.quantization import Rounding
-from megatron_dppo.spec import RunSpec
+from megatron_dppo.spec import RunSpec, read_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
 from megatron_dppo.trainer.trainer import Trainer
@@ -152,7 +152,7 @@ def start_server(config: TrainConfig, log: Path) -> EngineProcess:
 
 def opener(config: TrainConfig) -> OpenEngine:
     """Return the function that opens the weight control of the server at a URL."""
-    shape = load_model_shape(config.model.hf_checkpoint)
+    shape = read_shape(config)
 
     async def open_engine(url: str) -> EngineWeights:
         client = HttpClient(url, admin_api_key=ADMIN_KEY)

@@ -38,10 +38,10 @@ from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.metrics.table import add_metrics
 from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
-from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
+from megatron_dppo.model.families import unknown_key_warnings
 from megatron_dppo.model.hf_config import check_transformers_config
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.spec import ModelSpec, Roles
+from megatron_dppo.spec import ModelSpec, Roles, read_shape
 from megatron_dppo.system.fork_server import run_forked
 from megatron_dppo.system.gpus import has_megatrons_deep_ep, has_visible_gpu
 from megatron_dppo.system.secret_variables import split_environment
@@ -125,8 +125,8 @@ def untried_options(config: PolicyConfig) -> list[str]:
     return [*MEGATRON.untried(config.megatron), *SGLANG.untried(sglang), *model_warnings]
 
 
-def checkpoint_faults(checkpoint: str) -> Iterator[str]:
-    """Yield why ranks or servers could not load the model in a folder.
+def checkpoint_faults(config: PolicyConfig) -> Iterator[str]:
+    """Yield why ranks or servers could not load the model in ``model.hf_checkpoint``.
 
     transformers may refuse a value of config.json. A file of weights may be damaged, or have other tensors than
     config.json describes. Only the headers of these files are read. The result is empty if config.json is invalid, or
@@ -135,8 +135,9 @@ def checkpoint_faults(checkpoint: str) -> Iterator[str]:
     from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
     from megatron_dppo.model.errors import CheckpointError
 
+    checkpoint = config.model.hf_checkpoint
     try:
-        shape = load_model_shape(checkpoint)
+        shape = read_shape(config)
     except ModelError:
         return
     try:

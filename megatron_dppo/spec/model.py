@@ -13,6 +13,11 @@ from megatron_dppo.model.families import Family, family_of, load_model_shape, mi
 from megatron_dppo.model.shape import ModelShape
 
 
+def read_shape(config: PolicyConfig) -> ModelShape:
+    """Return the shape of the model in ``model.hf_checkpoint``. Raises the errors of ``load_model_shape``."""
+    return load_model_shape(config.model.hf_checkpoint)
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """The model of a run.
@@ -51,8 +56,7 @@ class ModelSpec:
     @classmethod
     def read(cls, config: PolicyConfig) -> ModelSpec:
         """Return the model in ``model.hf_checkpoint``. Raises the errors of ``load_model_shape``."""
-        folder = config.model.hf_checkpoint
-        return cls.of(config, load_model_shape(folder), missing_engine_keys(folder))
+        return cls.of(config, read_shape(config), missing_engine_keys(config.model.hf_checkpoint))
 
     @property
     def family(self) -> Family:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.spec import Roles, RunSpec
 from megatron_dppo.spec.placement import TeacherRole
 from tests.unit.config_files import DENSE, MOE, minimal, write_checkpoint, write_config
+from tests.unit.test_config_checks import REFUSED
 
 
 @pytest.fixture
@@ -136,19 +138,17 @@ def test_adapters_are_sent_or_merged(spec_of: Any) -> None:
     assert spec_of().model.adapters is None
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("algorithm.name=dpo",),
-        ("parallel.world_size=3", "parallel.tensor=2"),
-        ("sglang.tp_size=3", "rollout.stop_token_ids=[600]"),
-        ("lora.rank=4", "lora.target_modules=[nothing]"),
-        ("algorithm.name=dppo-topk-tv", "rollout.topk_log_probs=19"),
-        ("engine.port=65535", "engine.servers=2", "rollout.top_p=0.9"),
-    ],
-)
+SEVERAL_FAULTS = [
+    ("sglang.tp_size=3", "rollout.stop_token_ids=[600]"),
+    ("lora.rank=4", "lora.target_modules=[nothing]"),
+    ("algorithm.name=dppo-topk-tv", "rollout.topk_log_probs=19"),
+    ("engine.port=65535", "engine.servers=2", "rollout.top_p=0.9"),
+]
+
+
+@pytest.mark.parametrize("overrides", [*(words for words, _ in REFUSED), *SEVERAL_FAULTS])
 def test_every_fault_of_the_checks_is_raised_with_its_key(
-    tmp_path: Path, overrides: tuple[str, ...]
+    tmp_path: Path, overrides: Sequence[str]
 ) -> None:
     config = load_config(write_config(tmp_path, minimal(tmp_path)), overrides)
     with pytest.raises(ConfigError) as of_checks:

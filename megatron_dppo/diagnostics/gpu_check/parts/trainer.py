@@ -34,7 +34,7 @@ from megatron_dppo.diagnostics.gpu_check import (
     random_model,
     tiny_model,
 )
-from megatron_dppo.spec import ModelSpec
+from megatron_dppo.spec import read_shape
 from megatron_dppo.system.ports import free_port
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _run_pass(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: boo
     if torch_layers:
         megatron_options |= _NO_FUSION
     config = policy_config(folder, dtype, megatron=megatron_options)
-    shape = ModelSpec.read(config).shape
+    shape = read_shape(config)
     init_distributed(1)
     init_topology(layout)
     platform.seed_everything(0)
@@ -207,7 +207,7 @@ def full_layer(bench: Bench) -> Iterator[CheckRow]:
 
     checkpoint = random_model(bench.folder / "checkpoint", config)
     policy = policy_config(checkpoint, "bfloat16", training={"micro_batch_tokens": sum(lengths)})
-    shape = ModelSpec.read(policy).shape
+    shape = read_shape(policy)
     facts = trainer_facts(policy, shape, 1, max(lengths), gpu=bench.gpus > 0)
     # The planner knows Transformer Engine's layers on GPUs and torch's layers on CPUs.
     is_planned = bench.gpus == 0 or platform.has_transformer_engine()
