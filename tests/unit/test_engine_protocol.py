@@ -142,13 +142,22 @@ def test_an_answer_that_contradicts_itself_is_refused_by_name(changes, message):
         parse_answer(answer(**changes), request())
 
 
-def test_an_answer_from_unverified_weights_is_asked_for_again():
-    spans = [
-        {"version": "unverified-4", "start": 0, "end": 1},
-        {"version": "4", "start": 1, "end": 2},
-    ]
-    with pytest.raises(AbortedError, match=r"request \(0, 0\): "):
-        parse_answer(answer(weight_versions=spans), request())
+UNVERIFIED = [
+    {"version": "unverified-4", "start": 0, "end": 1},
+    {"version": "4", "start": 1, "end": 2},
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_versions": UNVERIFIED}, ""),
+        ({"finish_reason": {"type": "abort", "message": "by the admin"}}, ".*admin"),
+    ],
+)
+def test_an_answer_that_is_asked_for_again_is_told_apart_from_a_broken_one(changes, message):
+    with pytest.raises(AbortedError, match=rf"request \(0, 0\): {message}"):
+        parse_answer(answer(**changes), request())
 
 
 def test_one_expert_a_token_recorded_as_zeros_alone_is_no_recording():
@@ -176,12 +185,6 @@ def test_rounding_above_zero_passes():
     near_zero = [[5e-7, 7, None], [-0.25, 2, None]]
     got = parse_answer(answer(output_token_logprobs=near_zero), request())
     assert got.columns["rollout_log_probs"][0] == np.float32(5e-7)
-
-
-def test_an_abort_is_told_apart_from_a_broken_answer():
-    aborted = answer(finish_reason={"type": "abort", "message": "by the admin"})
-    with pytest.raises(AbortedError, match=r"request \(0, 0\): .*admin"):
-        parse_answer(aborted, request())
 
 
 def test_a_call_has_one_answer_for_each_request():
