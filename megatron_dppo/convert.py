@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.tokenizer import has_tokenizer, load_named_tokenizer
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.metrics.records import CONFIG_FILE
+from megatron_dppo.metrics.summary import saved_config
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
@@ -23,10 +24,6 @@ from megatron_dppo.model.mapping import parameter_count
 from megatron_dppo.model.shape import ITEM_BYTES
 from megatron_dppo.system.arguments import positive_count, positive_number
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.files import hash_fault
-
-RUN_CONFIG = "config.yaml"
-"""File with the whole configuration, in the folder of a run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,18 +181,18 @@ def _start_model(checkpoint: Path) -> Path:
     Raises CheckpointError if the checkpoint is in no run's folder, or if the start model is missing.
     """
     # The checkpoint's path is RUN/checkpoints/STEP.
-    config = checkpoint.absolute().parent.parent / RUN_CONFIG
+    run = checkpoint.absolute().parent.parent
+    config = run / CONFIG_FILE
     way_out = "name a folder with the model's config.json and tokenizer by --hf-config"
     try:
-        text = config.read_text(encoding="utf-8")
-        fault = hash_fault(text)
-        if fault is not None:
-            raise CheckpointError(f"{config}: altered: {fault}; {way_out}")
-        start = Path(yaml.safe_load(text)["model"]["hf_checkpoint"])
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+        values = saved_config(run)
+        if values is None:
+            raise FileNotFoundError(f"{config}: no such file")
+        start = Path(values["model"]["hf_checkpoint"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{checkpoint} has no config.json, and {config}, which names the start model of a run, can't be read "
-            f"({type(error).__name__}); {way_out}"
+            f"({error}); {way_out}"
         ) from error
     if not (start / "config.json").is_file():
         raise CheckpointError(

@@ -13,9 +13,9 @@ from pydantic.fields import FieldInfo
 
 from megatron_dppo.config.errors import expectation
 from megatron_dppo.config.forwarded import DDP, MEGATRON, OPTIMIZER, SGLANG, ForwardedTable
-from megatron_dppo.config.loading import dump_yaml
 from megatron_dppo.config.schema import SupervisedConfig, TrainConfig
 from megatron_dppo.metrics.table import linked
+from megatron_dppo.system.yaml_core import dump_yaml
 
 _INTRODUCTION = """\
 # Configuration

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from megatron_dppo import EXAMPLES
@@ -36,7 +35,14 @@ from megatron_dppo.demo.material import (
 from megatron_dppo.environments import check_environment
 from megatron_dppo.launch.arguments import add_overrides
 from megatron_dppo.metrics import table as metric_names
-from megatron_dppo.metrics.records import BATCH_FILES, ROLLOUTS_FOLDER, read_records, series
+from megatron_dppo.metrics.records import (
+    BATCH_FILES,
+    CONFIG_FILE,
+    ROLLOUTS_FOLDER,
+    SUMMARY_FILE,
+    read_records,
+    series,
+)
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.samples import TRAINING, console_lines, read_samples
 from megatron_dppo.metrics.table import BY_METRIC
@@ -44,6 +50,7 @@ from megatron_dppo.metrics.verdict import VerdictRow, verdict_table
 from megatron_dppo.system.arguments import count_or_zero
 from megatron_dppo.system.files import unused_path
 from megatron_dppo.system.secret_variables import hide_secrets
+from megatron_dppo.system.yaml_core import parse_yaml
 
 RECIPES = EXAMPLES / "tiny_moe"
 FLAGS = {"run.directory": "--directory", "run.seed": "--seed"}
@@ -103,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = run_to_the_end(command)
     if code:
         return code
-    summary = json.loads((directory / "summary.json").read_text())
-    dtype = yaml.safe_load((directory / "config.yaml").read_text())["model"]["dtype"]
+    summary = json.loads((directory / SUMMARY_FILE).read_text())
+    dtype = parse_yaml((directory / CONFIG_FILE).read_text())["model"]["dtype"]
     results = judge(summary, load_config(recipe, ()).run.steps, dtype, task.gain)
     target = f"{task.longest_s} or less on two quiet cores"
     seconds = VerdictRow(SECONDS, f"{time.monotonic() - start_time:.0f}", target)
@@ -118,17 +125,17 @@ def set_aside(
     directory: Path, seed: int, overrides: Sequence[str], recipe: Path = RECIPES / "config.yaml"
 ) -> None:
     """Rename the folder of a demo that is finished, or that has another seed, algorithm or task."""
-    config = directory / "config.yaml"
+    config = directory / CONFIG_FILE
     if not config.exists():
         return
-    earlier_config = yaml.safe_load(config.read_text())
+    earlier_config = parse_yaml(config.read_text())
     new_config = load_config(recipe, overrides)
     is_same_demo = _identity(earlier_config) == (
         seed,
         new_config.algorithm.name,
         new_config.environment.name,
     )
-    is_finished = (directory / "summary.json").exists()
+    is_finished = (directory / SUMMARY_FILE).exists()
     if is_same_demo and not is_finished:
         return
     stamp = f"{directory.name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -27,7 +27,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import yaml
 from aiohttp import web
 
 from megatron_dppo.diagnostics.pages import render_page
@@ -41,7 +40,7 @@ from megatron_dppo.metrics.records import Record, phase_table, read_records, ser
 from megatron_dppo.metrics.row import Metric
 from megatron_dppo.metrics.samples import about, printable, read_samples
 from megatron_dppo.metrics.step_table import NormalityCheck
-from megatron_dppo.metrics.summary import RunInfo, add_metrics_of, environment_faults
+from megatron_dppo.metrics.summary import RunInfo, add_metrics_of, environment_faults, saved_config
 from megatron_dppo.metrics.table import METRICS, accuracy_set
 from megatron_dppo.system.arguments import port_or_zero
 from megatron_dppo.system.errors import RunError
@@ -205,9 +204,9 @@ class RunView:
     def _steps(self) -> int | None:
         """Read the configured number of steps; None if it cannot be read."""
         try:
-            text = (self.directory / records.CONFIG_FILE).read_text(encoding="utf-8")
-            return int(yaml.safe_load(text)["run"]["steps"])
-        except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+            config = saved_config(self.directory)
+            return None if config is None else int(config["run"]["steps"])
+        except (OSError, ValueError, TypeError, KeyError):
             return None
 
     def _state(self) -> str:

@@ -33,6 +33,7 @@ from megatron_dppo.metrics.records import (
 )
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.system.files import hash_fault, write_atomically
+from megatron_dppo.system.yaml_core import parse_yaml
 
 log = logging.getLogger(__name__)
 _CURRENT_FOLDER = threading.Lock()
@@ -108,8 +109,8 @@ def saved_config(directory: str | Path) -> dict[str, Any] | None:
     if (difference := hash_fault(text)) is not None:
         raise ValueError(f"{path}: altered: {difference}")
     try:
-        config = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+        config = parse_yaml(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(
             f"{path}: expected the resolved configuration of a run ({error!r})"
         ) from error

@@ -3,8 +3,9 @@
 import pytest
 
 from megatron_dppo.config import ConfigError, load_config
-from megatron_dppo.config.loading import dump_yaml, merged, read_with_bases
+from megatron_dppo.config.loading import merged, read_with_bases
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.system.yaml_core import dump_yaml
 
 TREES = {
     "top.yaml": {"base": "middle.yaml", "run": {"steps": 3, "sha256_list": None}},

@@ -9,7 +9,9 @@ import time
 import pytest
 
 from megatron_dppo.config import ConfigError, load_config, resolved_yaml
-from megatron_dppo.config.loading import MAX_VALUES, dump_yaml, parse_scalar, parse_yaml
+from megatron_dppo.metrics.summary import saved_config
+from megatron_dppo.system.files import with_hash
+from megatron_dppo.system.yaml_core import MAX_VALUES, dump_yaml, parse_scalar, parse_yaml
 from tests.messages import mentioning, mentions
 from tests.unit.config_files import minimal, write_config
 
@@ -77,8 +79,11 @@ def test_not_a_number_is_one():
 @pytest.mark.parametrize(
     "text", [text for text, _ in VALUES] + ["'", "a: b", "#", "é", "- x", "{", "\n", "x\ny"]
 )
-def test_text_survives_a_dump(text):
-    assert parse_yaml(dump_yaml({"key": text})) == {"key": text}
+def test_text_survives_a_dump_and_the_folder_of_a_run(tmp_path, text):
+    dumped = dump_yaml({"key": text})
+    assert parse_yaml(dumped) == {"key": text}
+    (tmp_path / "config.yaml").write_text(with_hash(dumped))
+    assert saved_config(tmp_path) == {"key": text}
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, place
 from megatron_dppo.logging import INTERRUPTED, REFUSED
-from megatron_dppo.metrics.records import read_records
+from megatron_dppo.metrics.records import SUMMARY_FILE, read_records
 from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.engine_layout import server_ranks
 from megatron_dppo.model.errors import ModelError
@@ -533,7 +533,7 @@ class Rehearsal:
         placement: Placement | None,
     ) -> int:
         """Print and write the verdict on the finished runs; return the exit code."""
-        summary = json.loads((self.run_directory / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads((self.run_directory / SUMMARY_FILE).read_text(encoding="utf-8"))
         records = read_records(self.run_directory)
         rows = findings(rehearsal_config, summary, records, was_resumed=len(runs) > 1)
         on_nodes = self.options.on_nodes

@@ -30,7 +30,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from megatron_dppo.algorithms.table import Settings
-from megatron_dppo.config.loading import load_config, parse_scalar
+from megatron_dppo.config.loading import load_config
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 from megatron_dppo.diagnostics.pages import SummaryTable
 from megatron_dppo.metrics import table as metric_names
@@ -45,6 +45,7 @@ from megatron_dppo.metrics.records import (
 )
 from megatron_dppo.system.arguments import count_or_zero, file_to_write
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.yaml_core import parse_scalar
 
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.algorithm import Algorithm

@@ -34,7 +34,13 @@ from megatron_dppo.diagnostics.explain.__main__ import (
 )
 from megatron_dppo.diagnostics.pages import SummaryTable
 from megatron_dppo.metrics import table as metric_names
-from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_batch_steps, step_of
+from megatron_dppo.metrics.records import (
+    CONFIG_FILE,
+    ROLLOUTS_FOLDER,
+    read_records,
+    saved_batch_steps,
+    step_of,
+)
 from megatron_dppo.system.arguments import count_or_zero, file_to_write
 
 if TYPE_CHECKING:
@@ -104,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> None:
     """Apply the other algorithm to the saved batches, and print and write the result."""
-    config = load_config(options.run / "config.yaml")
+    config = load_config(options.run / CONFIG_FILE)
     metric_names.add_metrics(config.tracking.metrics)
     trained_with = config.algorithm
     # Check the steps before torch is imported: the import takes seconds.
@@ -170,7 +176,7 @@ def compare_step(run: Path, step: int, algorithm: Algorithm) -> ComparedStep:
     from megatron_dppo.data.batch_file import load_batch
     from megatron_dppo.diagnostics.explain.seen_step import SeenStep, check_agreement
 
-    trained_with = load_config(run / "config.yaml").algorithm
+    trained_with = load_config(run / CONFIG_FILE).algorithm
     seen_step = SeenStep.of(load_batch(run / ROLLOUTS_FOLDER, step), trained_with)
     check_agreement(seen_step, run, step)
     decisions = seen_step.decisions(algorithm)
@@ -269,11 +275,11 @@ def _sign_text(advantage: float) -> str:
 
 def derive(options: argparse.Namespace) -> None:
     """Train on the saved batches again and compare the weights. Exit with 1 if a step ends in other weights."""
-    config = load_config(options.run / "config.yaml")
+    config = load_config(options.run / CONFIG_FILE)
     last_step = last_step_to_derive(options.run, options.step)
     directory = options.run / DERIVED
     command = [
-        *(sys.executable, "-m", "megatron_dppo.train", str(options.run / "config.yaml")),
+        *(sys.executable, "-m", "megatron_dppo.train", str(options.run / CONFIG_FILE)),
         *derivation_overrides(config.data.evaluation, options.run, last_step),
     ]
     print(f"deriving steps 1 to {last_step} of {options.run} in {directory}")

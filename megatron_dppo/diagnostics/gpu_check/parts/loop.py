@@ -33,7 +33,7 @@ from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights, WireHeader
 from megatron_dppo.metrics import table as metric_names
-from megatron_dppo.metrics.records import Record, read_records
+from megatron_dppo.metrics.records import SUMMARY_FILE, Record, read_records
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -364,7 +364,7 @@ def demo(bench: Bench) -> Iterator[CheckRow]:
     run = bench.folder / "run"
     code = run_command(["demo", "--directory", str(run), *bench.overrides])
     yield CheckRow("exit code", str(code), "0", code == 0)
-    summary = run / "summary.json"
+    summary = run / SUMMARY_FILE
     if summary.exists():
         figures = json.loads(summary.read_text(encoding="utf-8"))
         for name in _FIGURES:
