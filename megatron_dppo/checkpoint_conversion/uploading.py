@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_dppo.checkpoint_conversion.certificate import CERTIFICATE, certificate_of, read_body
 from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.system.text import first_of, single_line
 
 log = logging.getLogger(__name__)
 
@@ -84,14 +85,10 @@ def upload(
         raise CheckpointError(f"{folder}: expected an export: config.json and *.safetensors")
     sent_names, other_names = export_files(folder)
     if other_names:
-        more = ""
-        if len(other_names) > _NAMED_FILES:
-            more = f" and {len(other_names) - _NAMED_FILES} more"
         log.warning(
-            "%s: these are no files of the model and are not sent: %s%s",
+            "%s: these are no files of the model and are not sent: %s",
             folder,
-            ", ".join(other_names[:_NAMED_FILES]),
-            more,
+            first_of(other_names, _NAMED_FILES, ", "),
         )
     hub = HfApi(library_name="megatron_dppo")
     try:
@@ -108,6 +105,7 @@ def upload(
         )
     # hf_xet sends large files, and raises RuntimeError.
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        text = " ".join(str(error).split())
-        raise CheckpointError(f"{folder} is not sent to {repository}: {text}") from error
+        raise CheckpointError(
+            f"{folder} is not sent to {repository}: {single_line(error, 1000)}"
+        ) from error
     return str(commit.commit_url)

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dppo.system.text import first_of
+
 _TEXT_ENDINGS = (".jsonl", ".json", ".csv", ".tsv")
 COMPRESSED_ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 """Endings after a text file's ending: the file is compressed."""
@@ -145,7 +147,4 @@ def _is_data_file(folder: str, name: str) -> bool:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = ""
-    if len(names) > _MAX_LISTED:
-        more = f" and {len(names) - _MAX_LISTED} more"
-    return ", ".join(names[:_MAX_LISTED]) + more
+    return first_of(names, _MAX_LISTED, ", ")

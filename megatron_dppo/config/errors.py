@@ -16,6 +16,7 @@ from pydantic import BaseModel, Tag
 
 from megatron_dppo.config.counterparts import key_of_last_part, key_of_name
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.text import cut
 
 MOST_SHOWN = 14
 """Largest number of faults in one message: as many as fit on a screen."""
@@ -56,8 +57,6 @@ _TYPE_WORDS = {
     collections.abc.Callable: "a Python function, which YAML can't hold",
 }
 _BOUNDS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
-_MAX_VALUE_TEXT = 60
-"""Characters of a value that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,7 @@ def given(value: Any) -> str:
     text = repr(value)
     if isinstance(value, bool):
         text = text.lower()
-    if len(text) > _MAX_VALUE_TEXT:
-        text = text[: _MAX_VALUE_TEXT - 3] + "..."
-    return f"{text} ({type(value).__name__})"
+    return f"{cut(text)} ({type(value).__name__})"
 
 
 def expectation(annotation: Any, metadata: Iterable[Any] = ()) -> str:

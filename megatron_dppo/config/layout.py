@@ -20,6 +20,7 @@ from megatron_dppo.model.layout import (
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import padded_vocab_size
 from megatron_dppo.model.weight_index import INDEX, read_weight_index
+from megatron_dppo.system.text import first_of
 
 _KEY = "model.hf_checkpoint"
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -67,11 +68,9 @@ def missing_weights(folder: str | Path) -> list[str]:
     missing_shards = [name for name in shards if not (folder / name).is_file()]
     if not missing_shards:
         return []
-    names = ", ".join(missing_shards[:3])
-    if len(missing_shards) > 3:
-        names += ", ..."
     return [
-        f"{len(missing_shards)} of the {len(shards)} files that {index} names are missing: {names}"
+        f"{len(missing_shards)} of the {len(shards)} files that {index} names are missing: "
+        f"{first_of(missing_shards, 3, ', ')}"
     ]
 
 

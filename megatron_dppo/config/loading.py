@@ -33,6 +33,7 @@ from megatron_dppo.config.errors import (
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.config.value_limits import leaves, unusable_values
 from megatron_dppo.system.files import hash_fault
+from megatron_dppo.system.text import single_line
 from megatron_dppo.system.yaml_core import dump_yaml, parse_scalar, parse_yaml
 
 _BASE_KEY = "base"
@@ -289,7 +290,7 @@ def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
             position = f"{path}:{mark.line + 1}:{mark.column + 1}"
         raise ConfigError([f"not valid YAML: {error.problem}"], position) from error
     except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        reason = single_line(error)
         raise ConfigError([f"not valid YAML: {reason}"], str(path)) from error
     if not isinstance(tree, dict):
         fault = f"got {given(tree)} at the top level, expected a table with the sections "
@@ -321,7 +322,7 @@ def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str
         try:
             value = parse_scalar(text)
         except (yaml.YAMLError, ValueError) as error:
-            reason = " ".join(str(error).split())
+            reason = single_line(error)
             faults.append(f"override {override!r}: the value is not valid YAML: {reason}")
             continue
         faults += _set(tree, key, value)

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.errors import closest
+from megatron_dppo.system.text import single_line
 from megatron_dppo.system.time_limit import rendering_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-_MAX_REASON = 300
-"""Largest number of characters of a template's error message in the message of a ChatTemplateError."""
 
 
 class ChatTemplateError(ValueError):
@@ -79,7 +78,7 @@ def _apply_template(
             )
     # A template is a program: it may raise any exception, or never end.
     except Exception as error:
-        reason = " ".join(str(error).split())[:_MAX_REASON]
+        reason = single_line(error)
         raise ChatTemplateError(f"{type(error).__name__}: {reason}") from error
     return str(text)
 

@@ -34,7 +34,6 @@ from megatron_dppo.data.records import (
     prompt_of,
     read_all_records,
     refuse_media,
-    shorten,
     text_of,
     tools_of,
     turns_of,
@@ -48,6 +47,7 @@ from megatron_dppo.data.turn_ends import (
     prompt_end_warnings,
     turn_end_warnings,
 )
+from megatron_dppo.system.text import short_json
 
 log = logging.getLogger(__name__)
 PIECE = 2**18
@@ -595,7 +595,7 @@ def _missing_messages(text: str, messages: Sequence[Mapping[str, Any]]) -> Itera
             # Templates remove the thoughts from earlier turns.
             content = content.rpartition("</think>")[2]
         if not _is_in(text, content):
-            yield f"message {number}, of the role {role!r}: {shorten(content)}"
+            yield f"message {number}, of the role {role!r}: {short_json(content)}"
 
 
 def _is_in(text: str, content: str) -> bool:
@@ -633,7 +633,7 @@ def left_out_tools(
     location, name = missing_tools[0]
     return (
         f"{len(missing_tools):,} of {len(prompts):,} prompts lack a tool that their record defines or calls, the first "
-        f"in {location}: {shorten(name)}; only a chat template that supports tools writes them into a prompt"
+        f"in {location}: {short_json(name)}; only a chat template that supports tools writes them into a prompt"
     )
 
 

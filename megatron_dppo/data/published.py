@@ -21,9 +21,10 @@ from typing import Any
 
 from megatron_dppo.config.data_files import DESCRIPTIONS
 from megatron_dppo.data.gold_answers import gold_answer, holds_answer
-from megatron_dppo.data.records import DataError, columns_of, shorten, stream_records, value_at
+from megatron_dppo.data.records import DataError, columns_of, stream_records, value_at
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.files import folder_fault, write_atomically
+from megatron_dppo.system.text import short_json, single_line
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ def prompt_text(value: object) -> str:
             text = questions[0]
     if isinstance(text, str) and text.strip():
         return text
-    raise RowError(f"its problem is {shorten(text)}, expected text or one message of a user")
+    raise RowError(f"its problem is {short_json(text)}, expected text or one message of a user")
 
 
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
@@ -308,7 +309,7 @@ def messages_of(transcript: str) -> list[dict[str, str]]:
     is_filled = all(message["content"] for message in prompt)
     if start.strip() or not messages or roles != expected_roles or not is_filled:
         raise RowError(
-            f"its conversation is {shorten(transcript)}, expected turns of Human and Assistant in turn, with text"
+            f"its conversation is {short_json(transcript)}, expected turns of Human and Assistant in turn, with text"
         )
     return prompt
 
@@ -328,7 +329,7 @@ def answer_text(value: object) -> str:
         value = str(value)
     if isinstance(value, str) and value.strip():
         return value.strip()
-    raise RowError(f"its answer is {shorten(value)}, expected text or a number")
+    raise RowError(f"its answer is {short_json(value)}, expected text or a number")
 
 
 def final_answer(text: str, schema: Schema, published: PublishedSet) -> str:
@@ -347,7 +348,7 @@ def final_answer(text: str, schema: Schema, published: PublishedSet) -> str:
     if published.integer_answers:
         integer = _CONTEST_INTEGER.fullmatch(answer)
         if not integer:
-            raise RowError(f"its answer is {shorten(answer)}, expected an integer from 0 to 999")
+            raise RowError(f"its answer is {short_json(answer)}, expected an integer from 0 to 999")
         answer = str(int(integer[1]))
     return answer
 
@@ -453,7 +454,7 @@ def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[Pub
                     columns = columns_read(schema, rows.column_names)
                     files.append(PublishedFile(where, schema, iter(rows.select_columns(columns))))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = single_line(error)
         raise DataError(
             f"{name}: can't be read from the hub: {type(error).__name__}: {reason}. {_how_to_get(published)}"
         ) from error

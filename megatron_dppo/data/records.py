@@ -25,6 +25,7 @@ from megatron_dppo.config.data_files import data_files
 from megatron_dppo.data.compression import CompressionError, decompressed, without_compressed_ending
 from megatron_dppo.data.gold_answers import holds_answer
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.text import cut, short_json
 
 Record = dict[str, Any]
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
@@ -465,7 +466,7 @@ def turns_of(record: Mapping[str, Any], location: str) -> list[tuple[Prompt, str
         message = _message(entry)
         if message is None or not message["content"].strip() or message.keys() & _NOT_IN_CONTENT:
             raise DataError(
-                f"{place} is {shorten(entry)}, expected content as the model writes it, with thoughts and calls of "
+                f"{place} is {short_json(entry)}, expected content as the model writes it, with thoughts and calls of "
                 "tools in it as text"
             )
         turns.append((_prompt(entries[: number - 1], key, location), message["content"]))
@@ -484,7 +485,7 @@ def _response(record: Mapping[str, Any], location: str) -> str:
         )
     response = record["response"]
     if not isinstance(response, str) or not response.strip():
-        raise DataError(f"{location}: 'response' is {shorten(response)}, expected text")
+        raise DataError(f"{location}: 'response' is {short_json(response)}, expected text")
     return response
 
 
@@ -548,7 +549,7 @@ def metadata_of(
             return _as_json(value, f"{location}: {name!r}")
     if key is not None:
         raise DataError(
-            f"{location}: {key!r} is {shorten(value_at(record, key))}, expected an object"
+            f"{location}: {key!r} is {short_json(value_at(record, key))}, expected an object"
         )
     return {}
 
@@ -589,8 +590,8 @@ def tools_of(record: Mapping[str, Any], location: str) -> tuple[dict[str, Any], 
         tools = [_parsed(tool) for tool in parsed]
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(
-            f"{location}: {TOOLS_KEY!r} is {shorten(value)}, expected a list of objects that define functions, or its "
-            "JSON as text; rename a column of another meaning"
+            f"{location}: {TOOLS_KEY!r} is {short_json(value)}, expected a list of objects that define functions, or "
+            "its JSON as text; rename a column of another meaning"
         )
     return tuple(_as_json(_without_none(tool), f"{location}: {TOOLS_KEY!r}") for tool in tools)
 
@@ -710,7 +711,7 @@ def _is_blank(value: object) -> bool:
 
 
 def _ambiguity(values: Mapping[str, Any], config_key: str) -> str:
-    values_text = " and ".join(f"{key!r} is {shorten(value)}" for key, value in values.items())
+    values_text = " and ".join(f"{key!r} is {short_json(value)}" for key, value in values.items())
     return f"{values_text}; which of them is meant? Set the file's {config_key} (docs/data.md)"
 
 
@@ -720,12 +721,12 @@ def _prompt(value: object, key: str, location: str) -> Prompt:
     if entries is None:
         if isinstance(value, str) and _is_broken_conversation(value):
             raise DataError(
-                f"{location}: {key!r} is {shorten(value)}, which begins like chat messages, expected a list of "
+                f"{location}: {key!r} is {short_json(value)}, which begins like chat messages, expected a list of "
                 "messages in JSON, each with a role and a content"
             )
         if isinstance(value, str) and value.strip():
             return value
-        raise DataError(f"{location}: {key!r} is {shorten(value)}, expected {_PROMPT_FORM}")
+        raise DataError(f"{location}: {key!r} is {short_json(value)}, expected {_PROMPT_FORM}")
     messages: list[dict[str, Any]] = []
     for number, entry in enumerate(entries, 1):
         message = _message(entry)
@@ -739,12 +740,12 @@ def _prompt(value: object, key: str, location: str) -> Prompt:
             continue
         else:
             raise DataError(
-                f"{location}: {key!r} has {shorten(entry)} as message {number}, {_message_fault(entry, role)}"
+                f"{location}: {key!r} has {short_json(entry)} as message {number}, {_message_fault(entry, role)}"
             )
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise DataError(f"{location}: {key!r} is {shorten(value)}, expected {_PROMPT_FORM}")
+        raise DataError(f"{location}: {key!r} is {short_json(value)}, expected {_PROMPT_FORM}")
     return [_as_json(message, f"{location}: {key!r}") for message in messages]
 
 
@@ -871,7 +872,7 @@ def _answer(value: object, key: str) -> str:
         is_whole = answer == int(answer)
         answer = str(int(answer)) if is_whole else str(answer)
     if not isinstance(answer, str) or not answer.strip():
-        raise UnansweredError(f"{key!r} is {shorten(value)}, expected text or a number")
+        raise UnansweredError(f"{key!r} is {short_json(value)}, expected text or a number")
     return answer
 
 
@@ -920,18 +921,4 @@ def _steps(path: str) -> list[str | int]:
 def keys(record: Mapping[str, Any]) -> str:
     """The names of a record's columns, at most 12, for errors."""
     names = sorted(record)
-    return str([_cut(name) for name in names[:12]]) + (" and more" if len(names) > 12 else "")
-
-
-def shorten(value: object) -> str:
-    """A JSON value in at most 60 characters."""
-    try:
-        return _cut(json.dumps(value, ensure_ascii=False, default=str))
-    except RecursionError:
-        return f"a deeply nested {type(value).__name__}"
-
-
-def _cut(text: str) -> str:
-    if len(text) <= 60:
-        return text
-    return text[:57] + "..."
+    return str([cut(name) for name in names[:12]]) + (" and more" if len(names) > 12 else "")

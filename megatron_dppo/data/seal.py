@@ -20,7 +20,8 @@ import xxhash
 from megatron_dppo.algorithms.advantages import group_relative, turn_relative
 from megatron_dppo.algorithms.table import AdvantageName
 from megatron_dppo.data.trajectory import Outline, Problem, Stamp, Trajectory
-from megatron_dppo.system.errors import RunError, first_of
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.text import first_of
 
 SHOWN = 3
 """Number of faults that an error message lists."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.data.records import DataError
+from megatron_dppo.system.text import single_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -164,7 +165,7 @@ def _loaded(loader: Any, name: str | Path, local_files_only: bool) -> PreTrained
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {single_line(error)}"
 
 
 def _difference(

@@ -22,6 +22,7 @@ from megatron_dppo.model.engine_layout import check_engine_layout
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.shard_plan import kept_elements
 from megatron_dppo.model.splits import Dims
+from megatron_dppo.system.text import first_of
 from megatron_dppo.tensor_hash import WORD, Part, TiledHash, add_parts
 
 EXPERT_MULTIPLE = {"cpu": 32, "cuda": 1}
@@ -340,8 +341,7 @@ class ExpectedChecksums:
         missing_names = sorted(self._shapes.keys() - set(names))
         if missing_names:
             raise IncompleteWeightsError(
-                f"weight update: {len(missing_names)} tensors were never sent: {', '.join(missing_names[:5])}"
-                f"{', ...' if len(missing_names) > 5 else ''}"
+                f"weight update: {len(missing_names)} tensors were never sent: {first_of(missing_names, 5, ', ')}"
             )
         if len(names) > len(self._shapes):
             repeated_name = next(name for name in names if names.count(name) > 1)

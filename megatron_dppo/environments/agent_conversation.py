@@ -14,11 +14,10 @@ from typing import Any
 from megatron_dppo.data.thoughts import answer_bounds
 from megatron_dppo.engine.tool_calls import GPT_OSS, ReadTurn, ToolFormat
 from megatron_dppo.environments import ChatCall, PolicyFormat, Turn
+from megatron_dppo.system.text import short_json
 
 MODEL = "policy"
 """Name of the model in the API of a session."""
-_SHOWN = 80
-"""Largest number of characters of a value in an error."""
 _MAX_LEVELS = 200
 """Largest number of nested lists and objects in a call. Functions that write or compare a call recurse once for each
 level, and Python allows 1,000 recursions."""
@@ -96,8 +95,8 @@ class _Branch:
             sent_message = messages[i] if i < len(messages) else None
             if sent_message != expected_message:
                 return (
-                    f"message {i}: got {shortened(sent_message)}, "
-                    f"expected {shortened(expected_message)}"
+                    f"message {i}: got {short_json(sent_message)}, "
+                    f"expected {short_json(expected_message)}"
                 )
         if tools != self.tools:
             return "tools: got others than in the first call of this branch"
@@ -219,7 +218,7 @@ class Conversation:
         stream_options = body.get("stream_options")
         if not isinstance(stream_options, dict | None):
             raise RefusedCallError(
-                400, f"stream_options: got {shortened(stream_options)}, expected an object"
+                400, f"stream_options: got {short_json(stream_options)}, expected an object"
             )
         max_tokens = self._max_tokens_of(body)
         messages = [_plain(m, f"message {i}") for i, m in enumerate(body["messages"])]
@@ -269,7 +268,7 @@ class Conversation:
             if not (is_known or is_harmless):
                 raise RefusedCallError(
                     400,
-                    f"{name}: got {shortened(value)}, but the run's settings hold: leave it out, or name it in "
+                    f"{name}: got {short_json(value)}, but the run's settings hold: leave it out, or name it in "
                     "environment.options.ignored",
                 )
         limits: list[Any] = []
@@ -285,12 +284,12 @@ def _plain(message: Any, location: str) -> dict[str, Any]:
     """Convert a message to the form that chat templates take. Messages that differ only in form become equal."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RefusedCallError(
-            400, f"{location}: got {shortened(message)}, expected a role and content"
+            400, f"{location}: got {short_json(message)}, expected a role and content"
         )
     if message["role"] not in _ROLES:
         raise RefusedCallError(
             400,
-            f"{location}: got the role {shortened(message['role'])}, expected one of {', '.join(_ROLES)}",
+            f"{location}: got the role {short_json(message['role'])}, expected one of {', '.join(_ROLES)}",
         )
     content = _text_of(message.get("content"), location)
     is_turn = message["role"] == "assistant"
@@ -307,7 +306,7 @@ def _plain(message: Any, location: str) -> dict[str, Any]:
             plain[name] = message[name]
             if not isinstance(plain[name], str | None):
                 raise RefusedCallError(
-                    400, f"{location}: {name}: got {shortened(plain[name])}, expected text"
+                    400, f"{location}: {name}: got {short_json(plain[name])}, expected text"
                 )
     return plain
 
@@ -324,7 +323,9 @@ def _text_of(content: Any, location: str) -> str:
         if isinstance(part, dict) and part.get("type") == "text":
             text = part.get("text")
         if not isinstance(text, str):
-            raise RefusedCallError(400, f"{location}: got {shortened(content)}, expected only text")
+            raise RefusedCallError(
+                400, f"{location}: got {short_json(content)}, expected only text"
+            )
         texts.append(text)
     return "".join(texts)
 
@@ -345,7 +346,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 def _checked_tools(tools: Any) -> list[dict[str, Any]]:
     """Return ``tools`` if they are definitions of functions. Raises RefusedCallError."""
     if not isinstance(tools, list):
-        raise RefusedCallError(400, f"tools: got {shortened(tools)}, expected a list")
+        raise RefusedCallError(400, f"tools: got {short_json(tools)}, expected a list")
     for tool in tools:
         function = None
         if isinstance(tool, dict):
@@ -353,7 +354,7 @@ def _checked_tools(tools: Any) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RefusedCallError(
                 400,
-                f'tools: got {shortened(tool)}, expected {{"type": "function", "function": {{"name": ...}}}}',
+                f'tools: got {short_json(tool)}, expected {{"type": "function", "function": {{"name": ...}}}}',
             )
     return tools
 
@@ -361,7 +362,7 @@ def _checked_tools(tools: Any) -> list[dict[str, Any]]:
 def _plain_calls(calls: Any, location: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise RefusedCallError(
-            400, f"{location}: tool_calls: got {shortened(calls)}, expected a list"
+            400, f"{location}: tool_calls: got {short_json(calls)}, expected a list"
         )
     return [_plain_call(call, location) for call in calls]
 
@@ -378,7 +379,7 @@ def _plain_call(call: Any, location: str) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise RefusedCallError(
             400,
-            f"{location}: got the tool call {shortened(call)}, expected id, name and arguments as JSON",
+            f"{location}: got the tool call {short_json(call)}, expected id, name and arguments as JSON",
         ) from error
 
 
@@ -424,11 +425,3 @@ def _message_of(
         function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
         calls.append({"id": f"call_{number}_{i}", "type": "function", "function": function})
     return {"role": "assistant", "content": content or None, "tool_calls": calls}
-
-
-def shortened(value: Any) -> str:
-    """A JSON value in at most ``_SHOWN`` characters."""
-    text = json.dumps(value, ensure_ascii=False)
-    if len(text) <= _SHOWN:
-        return text
-    return text[: _SHOWN - 3] + "..."

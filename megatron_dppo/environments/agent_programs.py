@@ -18,10 +18,11 @@ from functools import partial
 from typing import IO, Any
 
 from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.environments.agent_conversation import MODEL, shortened
+from megatron_dppo.environments.agent_conversation import MODEL
 from megatron_dppo.environments.sandbox import ALLOW, SandboxError, sandboxed
 from megatron_dppo.system import processes, secret_variables
 from megatron_dppo.system.imports import ImportTargetError, import_target, is_async
+from megatron_dppo.system.text import short_json
 
 _SANDBOX_START_S = 30.0
 _MAX_OUTPUT_SHOWN = 160
@@ -199,11 +200,11 @@ def result_of(output: str) -> AgentResult:
     if "reward" in fields:
         reward = fields["reward"]
         if isinstance(reward, bool) or not isinstance(reward, int | float):
-            raise ValueError(f"reward: got {shortened(reward)}, expected a number")
+            raise ValueError(f"reward: got {short_json(reward)}, expected a number")
         return float(reward)
     if "answer" in fields:
         answer = fields["answer"]
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            raise ValueError(f"answer: got {shortened(answer)}, expected text or a number")
+            raise ValueError(f"answer: got {short_json(answer)}, expected text or a number")
         return str(answer)
     return None

@@ -7,7 +7,6 @@ next start begins, or after its job has ended, the start vanished: its node died
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -112,11 +111,3 @@ def _read(path: Path) -> Attempt | None:
         return TypeAdapter(Attempt).validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
-
-
-def one_line(text: str, max_characters: int = 300) -> str:
-    """Return ``text`` on one line, cut off after ``max_characters``."""
-    flat = re.sub(r"\s+", " ", text).strip()
-    if len(flat) <= max_characters:
-        return flat
-    return flat[: max_characters - 3] + "..."

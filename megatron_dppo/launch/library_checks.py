@@ -45,6 +45,7 @@ from megatron_dppo.spec import ModelSpec, Roles, read_shape
 from megatron_dppo.system.fork_server import run_forked
 from megatron_dppo.system.gpus import has_megatrons_deep_ep, has_visible_gpu
 from megatron_dppo.system.secret_variables import split_environment
+from megatron_dppo.system.text import first_of
 
 CHECK = "--check"
 """Option of an entry point that checks everything, describes the run, and exits."""
@@ -183,7 +184,7 @@ def embedding_warnings(checkpoint: str, shape: ModelShape) -> list[str]:
     ids = [token_id for token_id in zero_ids if token_id in known_ids]
     if not ids:
         return []
-    shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+    shown = first_of(ids, 8, ", ")
     return [
         f"model.hf_checkpoint: {name} has rows of zeros for {len(ids)} tokens of the tokenizer (ids {shown}): if one "
         "is sampled, its gradient can be a hundred thousand times a usual one; give the rows values, such as the mean "

@@ -9,19 +9,13 @@ from pathlib import Path
 
 from megatron_dppo.config.errors import ConfigError, given
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.launch.attempts import (
-    JOB_FILE,
-    RUNNING,
-    VANISHED,
-    Attempt,
-    AttemptBook,
-    one_line,
-)
+from megatron_dppo.launch.attempts import JOB_FILE, RUNNING, VANISHED, Attempt, AttemptBook
 from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.launch.run_directory import is_finished
 from megatron_dppo.launch.slurm_client import SlurmError, slurm
 from megatron_dppo.metrics.records import CONFIG_FILE, SUMMARY_FILE
 from megatron_dppo.system.lease import LEASE_FILE, Holder, LeaseError, LeaseFiles
+from megatron_dppo.system.text import single_line
 
 UNKNOWN = "UNKNOWN"
 """State of a job if Slurm does not answer."""
@@ -114,7 +108,7 @@ def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
     except SlurmError as error:
         if _FORGOTTEN_JOB in str(error):
             return JobState(job, None)
-        return JobState(job, UNKNOWN, one_line(str(error)))
+        return JobState(job, UNKNOWN, single_line(str(error)))
     if not squeue_fields:
         return JobState(job, None)
     state, *reason_words = squeue_fields

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.fleet.record import FleetRecord
-from megatron_dppo.launch.attempts import RUNNING, VANISHED, Attempt, AttemptBook, one_line
+from megatron_dppo.launch.attempts import RUNNING, VANISHED, Attempt, AttemptBook
 from megatron_dppo.launch.logs import important_lines
 from megatron_dppo.launch.run_state import describe_state, require_run, run_state
 from megatron_dppo.logging import INTERRUPTED, fatal
@@ -26,6 +26,7 @@ from megatron_dppo.metrics.records import (
 )
 from megatron_dppo.system.arguments import finite_number
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.text import single_line
 
 _LOG_LINES = 8
 _CLEAR_TERMINAL = "\033[H\033[2J"
@@ -148,7 +149,7 @@ def _attempts(attempts: Sequence[Attempt], *, is_alive: bool) -> Iterator[str]:
             parts.append(f"checkpoint {attempt.first_saved} -> {attempt.saved}")
         parts += [f"left out {node} ({reason})" for node, reason in attempt.excluded]
         if attempt.detail:
-            parts.append(one_line(attempt.detail, 160))
+            parts.append(single_line(attempt.detail, 160))
         yield ", ".join(parts)
 
 

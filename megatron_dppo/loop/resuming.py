@@ -15,6 +15,7 @@ from megatron_dppo.config.schema import PolicyConfig, RunConfig, StoredCheckpoin
 from megatron_dppo.data.sampling import Sampler
 from megatron_dppo.loop.run_state import ResumeError, RunState, changes_of, settings_of
 from megatron_dppo.metrics import records
+from megatron_dppo.system.text import first_of
 from megatron_dppo.trainer.checkpoint.directory import (
     CheckpointSurvey,
     DamagedCheckpointError,
@@ -67,10 +68,8 @@ def check_fresh_start(run: RunConfig, unusable: Sequence[str], history: records.
     directory = run.directory
     remains = []
     if unusable:
-        shown_reasons = "; ".join(unusable[:_SHOWN])
-        if len(unusable) > _SHOWN:
-            shown_reasons += "; ..."
-        remains.append(f"{len(unusable)} checkpoint(s) that can't be used ({shown_reasons})")
+        reasons = first_of(unusable, _SHOWN)
+        remains.append(f"{len(unusable)} checkpoint(s) that can't be used ({reasons})")
     elif history.saved_step is not None:
         remains.append(f"no checkpoint, though one of step {history.saved_step} was written")
     elif history.counts_checkpoint:

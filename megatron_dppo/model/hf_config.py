@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_dppo.model.errors import ModelConfigError
+from megatron_dppo.system.text import single_line
 
 
 @contextmanager
@@ -18,7 +19,7 @@ def refusals_by_transformers(source: str | Path) -> Iterator[None]:
     try:
         yield
     except StrictDataclassError as error:
-        reason = " ".join(str(error).split())
+        reason = single_line(error)
         raise ModelConfigError(f"{source}: transformers refuses it: {reason}") from error
 
 

@@ -20,6 +20,7 @@ from megatron_dppo.rewards.result import RewardResult as RewardResult
 from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.imports import ImportTargetError, import_target, reason_of
+from megatron_dppo.system.text import cut
 
 if TYPE_CHECKING:
     from megatron_dppo.config.data_schema import RewardTerm, TextForm
@@ -287,9 +288,7 @@ class Reward:
         found_answer = self.found_answer(response)
         if found_answer is None:
             return f"by {self.target}"
-        shown_answer = found_answer
-        if len(found_answer) > _MAX_SHOWN:
-            shown_answer = f"{found_answer[:_MAX_SHOWN]}..."
+        shown_answer = cut(found_answer, _MAX_SHOWN)
         if score > 0:
             return f"{shown_answer!r} is right"
         if found_answer == answer:

@@ -20,6 +20,7 @@ from megatron_dppo.rewards import (
 )
 from megatron_dppo.rewards.checked_answers import BadAnswers
 from megatron_dppo.rewards.verifier import Score, Verifier
+from megatron_dppo.system.text import first_of
 
 _SHOWN = 3
 """Largest number of bad answers that an error message lists."""
@@ -142,11 +143,8 @@ def refuse_bad_answers(bad: BadAnswers, sets: Mapping[str, ProblemSet]) -> None:
         for problem_id, error in errors:
             faults.append(f"{sets[path].location(path, problem_id)}: {error}")
     if faults:
-        more = ""
-        if len(faults) > _SHOWN:
-            more = f" (and {len(faults) - _SHOWN} more)"
         raise DataError(
-            f"{len(faults)} answers can't be used: {'; '.join(faults[:_SHOWN])}{more}. Put them right, "
+            f"{len(faults)} answers can't be used: {first_of(faults, _SHOWN)}. Put them right, "
             "or leave these problems out with data.on_bad_answer=drop"
         )
 

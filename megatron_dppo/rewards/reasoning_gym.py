@@ -16,6 +16,7 @@ from megatron_dppo.data.gold_answers import boxes
 from megatron_dppo.rewards import RewardInput
 from megatron_dppo.rewards.json_values import from_json, to_json
 from megatron_dppo.rewards.result import RewardResult
+from megatron_dppo.system.text import cut
 
 try:
     import reasoning_gym
@@ -97,9 +98,7 @@ def score(record: RewardInput, *, answer_in: str = "tag") -> RewardResult:
             f"the task's check raised an error for the answer: {type(error).__name__}: {message}"
         )
         return RewardResult(0.0, reason=reason)
-    excerpt = answer
-    if len(answer) > _MAX_EXCERPT:
-        excerpt = f"{answer[:_MAX_EXCERPT]}..."
+    excerpt = cut(answer, _MAX_EXCERPT)
     return RewardResult(value, reason=f"answer {excerpt!r}, checked by task {metadata['task']}")
 
 

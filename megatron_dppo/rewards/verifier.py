@@ -48,6 +48,7 @@ from megatron_dppo.rewards.result import result_of
 from megatron_dppo.system import processes
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.secret_variables import named_in_options, withheld_hint
+from megatron_dppo.system.text import cut
 from megatron_dppo.system.workers import (
     START_LIMIT_S,
     CallConnection,
@@ -370,13 +371,7 @@ def require(scores: Sequence[Score], inputs: Sequence[RewardInput], prefix: str 
 
 
 def _shown(record: RewardInput) -> str:
-    return f"response {_shorten(record.response)}, answer {_shorten(record.answer)}"
-
-
-def _shorten(text: str) -> str:
-    if len(text) <= 60:
-        return ascii(text)
-    return ascii(text[:57]) + "..."
+    return f"response {cut(record.response)!a}, answer {cut(record.answer)!a}"
 
 
 class RewardWorker(RestrictedWorker):

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_dppo.system.text import cut
+
 MOST_COUNT = 2**31 - 1
 MOST_NUMBER = 1e9
 
@@ -79,4 +81,4 @@ def _number(text: str) -> float:
 
 
 def _shown(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")
+    return repr(cut(text, 43))

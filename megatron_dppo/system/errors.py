@@ -106,8 +106,6 @@ The errors below are outside of the tree, because they do not end a run:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class RunError(Exception):
     """An error that may end a run or a command. Its message is complete, so no traceback is printed.
@@ -124,11 +122,3 @@ class AlteredMemoryError(RunError):
 
     CONSEQUENCE = "nothing is trained on, saved or exported from it"
     """Last clause of each message."""
-
-
-def first_of(texts: Sequence[str], count: int) -> str:
-    """Join the first ``count`` texts for an error message, which also has the number of further texts."""
-    joined_texts = "; ".join(texts[:count])
-    if len(texts) <= count:
-        return joined_texts
-    return f"{joined_texts}; and {len(texts) - count} more"

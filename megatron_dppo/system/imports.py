@@ -15,8 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_dppo.system.text import single_line
+
 _TARGET = re.compile(r"[\w-]+(\.[\w-]+)*:\w+(\.\w+)*")
-_LONGEST_REASON = 300
 
 
 class ImportTargetError(ValueError):
@@ -94,7 +95,7 @@ def reason_of(error: BaseException) -> str:
 
     Of an ImportError, only the message is returned: it names the module.
     """
-    message = " ".join(str(error).split())[:_LONGEST_REASON]
+    message = single_line(error)
     if isinstance(error, ImportError):
         return message
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, device
 
 from megatron_dppo.data.seal import text_digest
-from megatron_dppo.system.errors import AlteredMemoryError, first_of
+from megatron_dppo.system.errors import AlteredMemoryError
+from megatron_dppo.system.text import first_of
 from megatron_dppo.tensor_hash import Part, TiledHash, add_parts
 from megatron_dppo.trainer import model
 from megatron_dppo.trainer.checkpoint.state import is_replicated, state_slices
