@@ -1,7 +1,8 @@
-"""Losses with a teacher train alike in every layout, with and without TopK(mu) beside TopK(p_T)."""
+"""Losses with a teacher train alike in every layout, with and without TopK(mu) beside TopK(p_T), and under replay."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,79 @@ def scored_samples() -> list:
     return out
 
 
+def routed_samples() -> list:
+    """Return ``scored_samples`` with random recordings of two layers of eight experts, far from the natural routing."""
+    import numpy as np
+
+    rng, out = np.random.default_rng(6), []
+    for trajectory in scored_samples():
+        experts = rng.random((trajectory.length - 1, 2, 8)).argsort(-1)[..., :2]
+        versions = np.ones(trajectory.sampled, np.int32)
+        out.append(
+            trajectory.with_columns(
+                routed_experts=experts.astype(np.uint8), weight_version=versions
+            )
+        )
+    return out
+
+
+def dense_step(hf_dir: str, *, replay: bool) -> tuple[float, float]:
+    """Return the sum of the reverse KL, and the gradient's norm, of a step on ``routed_samples``.
+
+    A model of transformers with weights in fp64, and autograd of the formula of docs/distillation.md. ``replay``:
+    whether the model uses the recorded experts.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        hf_dir, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
+    # Else the embedding of this id, which the samples have, gets no gradient.
+    model.model.embed_tokens.padding_idx = None
+    recorded: list[torch.Tensor] = [torch.empty(0)]
+
+    def use_recording(gate: Any, _: Any, output: Any, layer: int) -> Any:
+        logits, _, natural = output
+        # The last token's experts are not recorded; no logits of this test depend on them.
+        experts = torch.cat([recorded[0][:, layer], natural[-1:]])
+        weights = logits.double().softmax(-1).gather(-1, experts)
+        if gate.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, experts
+
+    if replay:
+        for layer, block in enumerate(model.model.layers):
+            block.mlp.gate.register_forward_hook(partial(use_recording, layer=layer))
+    distance = 0.0
+    loss = torch.zeros((), dtype=torch.float64)
+    for number, t in enumerate(routed_samples()):
+        if number % 7 == 3:  # These do not train.
+            continue
+        recorded[0] = torch.from_numpy(t.column("routed_experts").astype(int))
+        logits = model(torch.tensor([t.token_ids.tolist()])).logits[0, :-1].double() / 0.9
+        log_pi = logits.log_softmax(-1)[torch.tensor(t.loss_mask[1:].tolist())]
+        sampled = torch.tensor(t.response_ids.tolist())[:, None]
+        teacher_ids = torch.tensor(t.column("teacher_topk_ids").tolist())
+        is_new = ~(teacher_ids == sampled).any(1, keepdim=True)
+        ids = torch.cat([teacher_ids, sampled], 1)
+        valid = torch.cat([torch.ones_like(teacher_ids, dtype=torch.bool), is_new], 1)
+        of_teacher = torch.tensor(t.column("teacher_topk_log_probs").tolist()).double()
+        of_sampled = torch.tensor(t.column("teacher_log_probs").tolist()).double()
+        log_teacher = torch.cat([of_teacher, of_sampled[:, None]], 1)
+        log_columns = log_pi.gather(1, ids)
+        pi = log_columns.exp() * valid
+        rest = 1 - pi.sum(1)
+        rest_of_teacher = 1 - (log_teacher.exp() * valid).sum(1)
+        kl = (pi * (log_columns - log_teacher)).sum(1) + rest * (rest / rest_of_teacher).log()
+        distance += float(kl.detach().sum())
+        loss = loss + kl.mean() / 20.0
+    loss.backward()
+    squares = [
+        float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None
+    ]
+    return distance, sum(squares) ** 0.5
+
+
 def train_with_a_teacher(
     hf_dir: str,
     parallel: dict[str, Any],
@@ -90,10 +164,11 @@ def train_with_a_teacher(
     cases: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]],
     *,
     with_topk: bool = True,
+    replay: bool = False,
 ) -> dict[str, Any]:
     """Train a step with each case, one after the other. Return metrics, norms and parameters.
 
-    ``with_topk``: whether the statistics have TopK(mu), too.
+    ``with_topk``: whether the statistics have TopK(mu), too. ``replay``: whether the experts are the recorded ones.
     """
     from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.algorithms.distillation import Distillation
@@ -102,10 +177,13 @@ def train_with_a_teacher(
     from megatron_dppo.trainer.trainer import Trainer
 
     spec = StatsSpec(topk=with_topk, entropy=True, topk_gradient=with_topk, teacher_topk=True)
-    trainer = Trainer(run_config(hf_dir, parallel, changes), spec)
+    config = run_config(hf_dir, parallel, changes)
+    rollout = config.rollout.model_copy(update={"router_replay": replay})
+    trainer = Trainer(config.model_copy(update={"rollout": rollout}), spec)
+    data = routed_samples() if replay else scored_samples()
     out: dict[str, Any] = {"metrics": [], "norms": []}
     try:
-        batches = own_micro_batches(trainer, scored_samples(), changes.get("budget", 120))
+        batches = own_micro_batches(trainer, data, changes.get("budget", 120))
         for (algorithm_name, numbers), settings in cases.values():
             algorithm = build_algorithm(algorithm_name, numbers)
             loss = make_token_loss(
@@ -161,6 +239,21 @@ def two_first_steps(folder: str) -> dict[str, Any]:
     }
 
 
+def replayed_first_steps(folder: str, world_size: int) -> dict[str, tuple[float, float]]:
+    """Train the first step under replay in each layout of ``qwen3_moe``. Return the sum of the KL, and the norm."""
+    cases = {"alone": (BINARY, {"loss": "reverse", "rewards": False, "masked": False})}
+    steps: dict[str, tuple[float, float]] = {}
+    for name, (model, ranks, sizes, changes) in LAYOUTS.items():
+        if model == "qwen3_moe" and ranks == world_size:
+            parallel = {**sizes, "world_size": world_size}
+            hf_dir = str(Path(folder) / model)
+            got = train_with_a_teacher(
+                hf_dir, parallel, changes, cases, with_topk=False, replay=True
+            )
+            steps[name] = (got["metrics"][0]["distillation/distance"], got["norms"][0])
+    return steps
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distillation")
@@ -181,6 +274,27 @@ def test_every_layout_trains_as_one_process_does(reference: Path, world_size: in
     }
     assert report.keys() == set(layouts)
     assert not wrong
+
+
+@pytest.fixture(scope="module")
+def dense(reference: Path) -> tuple[float, float]:
+    """The step of ``dense_step`` under replay. Without it, the step is another one."""
+    hf_dir = str(reference / "qwen3_moe")
+    replayed, natural = (dense_step(hf_dir, replay=replay) for replay in (True, False))
+    for with_replay, without in zip(replayed, natural, strict=True):
+        assert abs(without / with_replay - 1) > 50 * 1e-5
+    return replayed
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_teacher_under_router_replay_gives_the_dense_loss_and_gradient(
+    reference: Path, dense: tuple[float, float], world_size: int
+) -> None:
+    steps, *_ = run_ranks(HERE + "replayed_first_steps", world_size, str(reference), world_size)
+    assert len(steps) == {1: 1, 2: 3}[world_size]
+    for name, step in steps.items():
+        assert step == pytest.approx(dense, rel=1e-5), name
 
 
 @pytest.mark.distributed
