@@ -1,7 +1,8 @@
 """One rank's use of a teacher's servers: the list of servers, calls with retries, and the checks at the start.
 
 A server that dies or hangs is reported to the supervisor, and its calls are sent to another server or, after a restart,
-to its next incarnation. No weight update reaches these servers.
+to its next incarnation. A server that joins or restarts later passes the same checks before it is used. No weight
+update reaches these servers.
 """
 
 from __future__ import annotations
@@ -73,6 +74,12 @@ class TeacherClient:
         self._members: list[Member] = []
         self._updated_at = 0.0
         self._updating = asyncio.Lock()
+        self._sequences: Sequence[ScoredTokens] = ()
+        self._expected: Sequence[Sequence[float]] | None = None
+        """Log-probabilities of ``_sequences``; None before the start's checks."""
+        self._origin = ""
+        """Where ``_expected`` comes from."""
+        self._refusals: set[str] = set()
 
     async def score(self, tokens: ScoredTokens) -> dict[str, np.ndarray]:
         """Return the columns of ``tokens``.
@@ -93,7 +100,7 @@ class TeacherClient:
             await self.wait_for_server()
             try:
                 async with asyncio.timeout(self._request_timeout_s):
-                    return await self._fleet.ask(lambda client: _scores(client, tokens))
+                    return await self._fleet.ask(lambda client: scores_by(client, tokens))
             except errors.EngineRequestError:
                 raise
             except (errors.EngineError, TimeoutError) as error:
@@ -136,12 +143,30 @@ class TeacherClient:
             for server in servers:
                 member = Member.of(server, self._record.keys(server), self._engine)
                 # A server that hangs is published until the supervisor has killed it.
-                if member in self._members or await _is_generating(member):
+                if member in self._members or await self._is_usable(member):
                     members.append(member)
             if members != self._members or losses:
                 await self._fleet.serve(members, FIRST_WEIGHT_VERSION)
             self._members = members
             self._updated_at = asyncio.get_running_loop().time()
+
+    async def _is_usable(self, member: Member) -> bool:
+        """Whether a new server generates, and, once the start's servers are checked, passes the checks."""
+        async with client_of(member) as client:
+            if not await client.is_generating():
+                return False
+            if self._expected is None:
+                return True
+            try:
+                async with asyncio.timeout(self._engine.hang_timeout_s):
+                    await self._check_server(client)
+            except (errors.EngineError, TimeoutError) as error:
+                reason = str(error) or f"{client.url}: no answer to the checks"
+                if reason not in self._refusals:
+                    log.warning("teacher %s: a server is not used: %s", self.name, reason)
+                self._refusals.add(reason)
+                return False
+            return True
 
     @property
     def _is_complete(self) -> bool:
@@ -157,8 +182,8 @@ class TeacherClient:
             await asyncio.sleep(_PAUSE_S)
 
     async def check(
-        self, sequences: Sequence[ScoredTokens], earlier: Sequence[np.ndarray] | None = None
-    ) -> list[np.ndarray]:
+        self, sequences: Sequence[ScoredTokens], earlier: Sequence[Sequence[float]] | None = None
+    ) -> list[list[float]]:
         """Compare the servers with the teacher's model, and return the log-probabilities of each of ``sequences``.
 
         ``sequences``: the first is scored alone, and together with the others. ``earlier``: log-probabilities of the
@@ -167,36 +192,52 @@ class TeacherClient:
         ``earlier`` or from those of the teacher's first server.
         """
         await self.wait_for_server()
-        expected = None if earlier is None else list(earlier)
-        origin = "at an earlier start of this run"
+        self.expect(sequences, earlier, "at an earlier start of this run")
         for member in self._members:
             async with client_of(member) as client:
-                await check_engine(self._teacher.model, self._teacher.servers, client)
-                await self._check_folder(client)
-                if not sequences:
-                    continue
-                scores = await self._measure(client, sequences)
-                if expected is None:
-                    expected = scores
-                    origin = f"by {client.url}"
-                self._check_weights(client.url, scores, expected, origin)
-        return expected or []
+                await self._check_server(client)
+        return [list(row) for row in self._expected or ()]
 
-    def _check_weights(
-        self, url: str, scores: list[np.ndarray], expected: list[np.ndarray], origin: str
+    def expect(
+        self,
+        sequences: Sequence[ScoredTokens],
+        log_probs: Sequence[Sequence[float]] | None,
+        origin: str,
     ) -> None:
+        """Set what servers that are checked from now on must score: ``log_probs`` of ``sequences``, from ``origin``.
+
+        ``log_probs`` None: those of the first server.
+        """
+        self._sequences = sequences
+        self._expected = log_probs
+        self._origin = origin
+
+    async def _check_server(self, client: EngineClient) -> None:
+        await check_engine(self._teacher.model, self._teacher.servers, client)
+        await self._check_folder(client)
+        if not self._sequences:
+            return
+        scores = await self._measure(client)
+        if self._expected is None:
+            self._expected = [row.tolist() for row in scores]
+            self._origin = f"by {client.url}"
+        self._check_weights(client.url, scores)
+
+    def _check_weights(self, url: str, scores: Sequence[np.ndarray]) -> None:
         """Raise EngineMismatchError if scores of the same tokens differ by more than rounding explains."""
-        differences = np.concatenate(scores) - np.concatenate(expected)
-        largest = float(np.abs(differences).max())
-        dtype = self._teacher.model.dtype
-        bound = _LARGEST_DIFFERENCE[dtype]
-        if largest > bound:
+        assert self._expected is not None
+        largest = _largest_difference(np.concatenate(scores), np.concatenate(self._expected))
+        if largest > self._bound:
             raise errors.EngineMismatchError(
                 f"teacher {self.name} at {url}: got log-probabilities that differ by up to {largest:.2g} from those of "
-                f"the same tokens {origin}, expected at most {bound:g} in {dtype}: the server has other weights than "
-                "then. Serve the earlier weights; another teacher needs a folder of another name "
-                f"(distillation.teachers.{self.name}.hf_checkpoint)"
+                f"the same tokens {self._origin}, expected at most {self._bound:g} in {self._teacher.model.dtype}: the "
+                "server has other weights than then. Serve the earlier weights; another teacher needs a folder of "
+                f"another name (distillation.teachers.{self.name}.hf_checkpoint)"
             )
+
+    @property
+    def _bound(self) -> float:
+        return _LARGEST_DIFFERENCE[self._teacher.model.dtype]
 
     async def _check_folder(self, client: EngineClient) -> None:
         """Raise EngineMismatchError if the server loaded a folder with another name than ``hf_checkpoint``'s."""
@@ -209,44 +250,34 @@ class TeacherClient:
                 f"(distillation.teachers.{self.name}.hf_checkpoint) or a folder of this name"
             )
 
-    async def _measure(
-        self, client: EngineClient, sequences: Sequence[ScoredTokens]
-    ) -> list[np.ndarray]:
+    async def _measure(self, client: EngineClient) -> list[np.ndarray]:
         """Return the log-probabilities of each sequence, and log how equal two scores of the first sequence are."""
-        alone = await _scores(client, sequences[0])
-        together = await asyncio.gather(*(_scores(client, tokens) for tokens in sequences))
-        differences = alone["teacher_log_probs"] - together[0]["teacher_log_probs"]
-        largest = float(np.abs(differences).max())
-        log.info(
-            "teacher %s at %s: the same tokens have log-probabilities that differ by at most %.2g",
+        alone = await scores_by(client, self._sequences[0])
+        together = await asyncio.gather(*(scores_by(client, tokens) for tokens in self._sequences))
+        scores = [columns["teacher_log_probs"] for columns in together]
+        largest = _largest_difference(alone["teacher_log_probs"], scores[0])
+        log.log(
+            logging.WARNING if largest > self._bound else logging.INFO,
+            "teacher %s at %s: the same tokens, scored alone and beside others, have log-probabilities that differ by "
+            "at most %.2g, expected at most %g in %s: the distillation loss has an error of this size",
             self.name,
             client.url,
             largest,
+            self._bound,
+            self._teacher.model.dtype,
         )
-        bound = _LARGEST_DIFFERENCE[self._teacher.model.dtype]
-        if largest > bound:
-            log.warning(
-                "teacher %s at %s: the same tokens, scored alone and beside others, have log-probabilities that "
-                "differ by %.2g, expected at most %g in %s: the distillation loss has an error of this size",
-                self.name,
-                client.url,
-                largest,
-                bound,
-                self._teacher.model.dtype,
-            )
-        return [columns["teacher_log_probs"] for columns in together]
+        return scores
 
     async def close(self) -> None:
         """Close the connections."""
         await self._fleet.close()
 
 
-async def _is_generating(member: Member) -> bool:
-    async with client_of(member) as client:
-        return await client.is_generating()
+def _largest_difference(scores: np.ndarray, others: np.ndarray) -> float:
+    return float(np.abs(scores - others).max())
 
 
-async def _scores(client: EngineClient, tokens: ScoredTokens) -> dict[str, np.ndarray]:
+async def scores_by(client: EngineClient, tokens: ScoredTokens) -> dict[str, np.ndarray]:
     """Return the columns of ``tokens`` as one server computes them. Raises the errors of ``request`` and ``read``."""
     payload = await client.request("POST", "/generate", tokens.body(), timeout_s=None)
     client.note_answer()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
-from functools import partial
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.sampling import ReturningSampler
@@ -20,11 +19,10 @@ from megatron_dppo.loop.rollout_sources import (
 from megatron_dppo.loop.run_parts import generation_job, open_episodes
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.spool import ResponseSpool
-from megatron_dppo.loop.teachers import TeacherPrompts, Teachers
+from megatron_dppo.loop.teachers import Teachers
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.spec import RunSpec
-from megatron_dppo.trainer.collectives import on_rank_0
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.trainer.trainer import Trainer
 
@@ -73,8 +71,9 @@ class BatchGeneration:
             self.engine = stack.enter_context(session)
         self.teachers: Teachers | None = None
         if self.engine is not None and spec.teachers:
-            prompts = TeacherPrompts(config, data)
-            self.teachers = Teachers(config, spec, prompts, self.engine.record, stop)
+            is_leader = trainer.topology.is_leader
+            record = self.engine.record
+            self.teachers = Teachers(config, spec, data, record, stop, is_leader=is_leader)
             stack.callback(self.teachers.close)
         self.scorer = Scorer.of(config, data)
         # Only leaders score responses, so only they need reward workers.
@@ -128,7 +127,7 @@ class BatchGeneration:
         if self.engine is not None:
             self.engine.connect()
         if self.teachers is not None:
-            on_rank_0(partial(self.teachers.check, is_fresh=is_fresh))
+            self.teachers.connect(is_fresh=is_fresh)
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Send the trainer's weights to the servers as ``version``. Collective.

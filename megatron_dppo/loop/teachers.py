@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.config.distillation import key_of, longest_prompt
 from megatron_dppo.config.schema import TeacherConfig, TrainConfig
+from megatron_dppo.data.columns import Rows, declared_column
 from megatron_dppo.data.problems import PromptForm, load_tokenizer, tokenise
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Problem, Trajectory
@@ -32,7 +34,7 @@ from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.files import write_atomically
-from megatron_dppo.trainer.collectives import all_gather_json
+from megatron_dppo.trainer.collectives import all_gather_json, on_rank_0
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +104,26 @@ class TeacherPrompts:
             return self._names[0]
         return str(name)
 
-    def of(self, problem: Problem) -> tuple[int, ...] | None:
-        """Return the tokens of the prompt that the problem's teacher sees; None: the policy's prompt."""
-        return self._prompts.get(problem.problem_id)
+    def seen(self, problem: Problem, response: Trajectory) -> Trajectory:
+        """Return a response as the problem's teacher sees it, after its own prompt, with the columns of sampled tokens.
+
+        The response itself if the teacher sees the policy's prompt.
+        """
+        prompt = self._prompts.get(problem.problem_id)
+        if prompt is None:
+            return response
+        start = len(response.prompt_ids)
+        columns: dict[str, np.ndarray] = {}
+        for name, array in response.columns.items():
+            if declared_column(name).rows is Rows.SAMPLED:
+                columns[name] = array
+        return Trajectory(
+            response.problem_id,
+            response.sample_index,
+            np.concatenate([np.array(prompt, np.int32), response.token_ids[start:]]),
+            np.concatenate([np.zeros(len(prompt), bool), response.loss_mask[start:]]),
+            columns,
+        )
 
     def _add_prompts(
         self,
@@ -183,26 +202,16 @@ class _FirstScores:
     Attributes:
         folder: name of the teacher's folder.
         prompts: tokens that were scored.
-        log_probs: fp32 [T - 1] for each prompt of T tokens: log p_T of all its tokens but the first, nats.
+        log_probs: T - 1 for each prompt of T tokens: log p_T of all its tokens but the first, nats.
     """
 
     folder: str
     prompts: list[tuple[int, ...]]
-    log_probs: list[np.ndarray]
+    log_probs: list[list[float]]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the scores as values of JSON."""
-        log_probs = [row.tolist() for row in self.log_probs]
-        return {"folder": self.folder, "prompts": self.prompts, "log_probs": log_probs}
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the scores of ``to_json``. Raises KeyError, TypeError and ValueError for other values."""
-        prompts = [tuple(prompt) for prompt in values["prompts"]]
-        log_probs = [np.array(row, np.float32) for row in values["log_probs"]]
-        if [len(prompt) - 1 for prompt in prompts] != [len(row) for row in log_probs]:
-            raise ValueError("rows of other lengths than the prompts")
-        return cls(values["folder"], prompts, log_probs)
+_KEPT_SCORES = TypeAdapter(dict[str, _FirstScores])
+"""Converts the scores of each teacher, by its name, to JSON and back."""
 
 
 def _read_scores(path: Path) -> dict[str, _FirstScores]:
@@ -210,9 +219,8 @@ def _read_scores(path: Path) -> dict[str, _FirstScores]:
     if not path.is_file():
         return {}
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        return {name: _FirstScores.from_json(values) for name, values in rows.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return _KEPT_SCORES.validate_json(path.read_bytes())
+    except ValueError as error:
         raise records.RecordsError(
             f"{path}: damaged ({error!r}), expected the teachers' scores at the run's first start"
         ) from error
@@ -235,20 +243,27 @@ class Teachers:
     Args:
         config: configuration of the run.
         spec: facts that follow from the configuration.
-        prompts: teacher and teacher's prompt of each problem.
+        data: the training problems.
         record: client of the server registry.
         stop: returns whether the run is stopping.
+        is_leader: whether this rank scores responses. Rank 0 does.
     """
+
+    _prompts: TeacherPrompts
+    """Only leaders have it."""
 
     def __init__(
         self,
         config: TrainConfig,
         spec: RunSpec,
-        prompts: TeacherPrompts,
+        data: RunData,
         record: RecordClient,
         stop: Callable[[], bool],
+        *,
+        is_leader: bool,
     ) -> None:
-        self._prompts = prompts
+        if is_leader:
+            self._prompts = TeacherPrompts(config, data)
         self._scores_path = Path(config.run.directory) / records.TEACHERS_FILE
         self._folders = {n: t.hf_checkpoint for n, t in config.distillation.teachers.items()}
         self._top_k = config.distillation.top_k
@@ -269,18 +284,23 @@ class Teachers:
         self._busy_s = 0.0
         self._busy_since = 0.0
 
-    def check(self, *, is_fresh: bool) -> None:
-        """Wait for a server of each teacher, and check the servers.
+    def connect(self, *, is_fresh: bool) -> None:
+        """Wait for a server of each teacher, and check the servers, now and when others join later. Collective.
 
         The scores of some prompts are kept in the run's folder. ``is_fresh``: whether the run begins at step 0 now; a
         later start compares the scores with the kept ones, so that other weights under the same name are noticed.
         Raises EngineError, and RecordsError for a damaged file of scores.
         """
+        rows = on_rank_0(partial(self._check, is_fresh=is_fresh))
+        for name, scores in _KEPT_SCORES.validate_python(rows).items():
+            sequences = self._sequences(scores.prompts)
+            self._clients[name].expect(sequences, scores.log_probs, "at the run's start")
+
+    def _check(self, *, is_fresh: bool) -> dict[str, Any]:
+        """Check the servers on rank 0. Return the scores to keep of each teacher, as values of JSON."""
         for warning in self._prompts.warnings:
             log.warning("%s", warning)
-        top_k = min(max(self._top_k, _CHECKED_TOP_K), self._vocabulary)
         prompts = self._prompts.examples
-        sequences = [ScoredTokens(prompt, 1, top_k, self._vocabulary) for prompt in prompts]
         kept = {} if is_fresh else _read_scores(self._scores_path)
         checked: dict[str, _FirstScores] = {}
         for name, client in self._clients.items():
@@ -295,51 +315,36 @@ class Teachers:
                     earlier.folder,
                 )
                 earlier = None
-            scores = self._runner.run(
-                client.check(sequences, None if earlier is None else earlier.log_probs)
-            )
-            checked[name] = earlier or _FirstScores(folder, prompts, scores)
-        rows = {name: scores.to_json() for name, scores in checked.items()}
-        write_atomically(self._scores_path, json.dumps(rows))
+            log_probs = None if earlier is None else earlier.log_probs
+            scores = self._runner.run(client.check(self._sequences(prompts), log_probs))
+            checked[name] = _FirstScores(folder, prompts, scores)
+        write_atomically(self._scores_path, _KEPT_SCORES.dump_json(checked).decode())
+        rows: dict[str, Any] = _KEPT_SCORES.dump_python(checked, mode="json")
+        return rows
+
+    def _sequences(self, prompts: Sequence[tuple[int, ...]]) -> list[ScoredTokens]:
+        top_k = min(max(self._top_k, _CHECKED_TOP_K), self._vocabulary)
+        return [ScoredTokens(prompt, 1, top_k, self._vocabulary) for prompt in prompts]
 
     def submit(self, problem: Problem, response: Trajectory) -> Future[TeacherAnswer]:
         """Start to score a response to ``problem``; returns at once."""
-        return self._runner.submit(self._score(problem, response))
-
-    async def _score(self, problem: Problem, response: Trajectory) -> TeacherAnswer:
         client = self._clients[self._prompts.teacher_of(problem)]
-        prompt = self._prompts.of(problem)
+        return self._runner.submit(self._score(client, self._prompts.seen(problem, response)))
+
+    async def _score(self, client: TeacherClient, response: Trajectory) -> TeacherAnswer:
         if not self._open:
             self._busy_since = time.monotonic()
         self._open += 1
         try:
-            branches = response.branches
-            parts = await asyncio.gather(*(self._columns(client, b, prompt) for b in branches))
+            columns = await score_response(client.score, response, self._top_k, self._vocabulary)
         except EngineError as error:
             return TeacherAnswer(unavailable=f"teacher {client.name}: {error}")
         finally:
             self._open -= 1
             if not self._open:
                 self._busy_s += time.monotonic() - self._busy_since
-        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        self._tokens += response.length
         return TeacherAnswer(columns)
-
-    async def _columns(
-        self, client: TeacherClient, branch: Trajectory, prompt: tuple[int, ...] | None
-    ) -> dict[str, np.ndarray]:
-        """Return the columns of a sequence's sampled tokens. ``prompt``: the teacher's prompt, or None."""
-        own_prompt = branch.prompt_ids
-        following = branch.token_ids[len(own_prompt) :]
-        if prompt is None:
-            prompt = tuple(own_prompt.tolist())
-        tokens = self._scored([*prompt, *following.tolist()], len(prompt))
-        columns = await client.score(tokens)
-        self._tokens += len(tokens.token_ids)
-        is_sampled = branch.loss_mask[len(own_prompt) :]
-        return {name: rows[is_sampled] for name, rows in columns.items()}
-
-    def _scored(self, tokens: list[int], start: int) -> ScoredTokens:
-        return ScoredTokens(tokens, start, self._top_k, self._vocabulary)
 
     def take_figures(self) -> dict[str, float]:
         """Return the seconds and the speed of all ranks' scores since the last call. Collective."""
@@ -373,6 +378,27 @@ class Teachers:
         for client in self._clients.values():
             self._runner.run(client.close())
         self._runner.close()
+
+
+async def score_response(
+    score: Callable[[ScoredTokens], Awaitable[dict[str, np.ndarray]]],
+    response: Trajectory,
+    top_k: int,
+    vocabulary: int,
+) -> dict[str, np.ndarray]:
+    """Return the columns of a response's sampled tokens. ``score`` returns the columns of one sequence.
+
+    Raises the errors of ``score``. The other arguments are as in ``ScoredTokens``.
+    """
+
+    async def columns_of(branch: Trajectory) -> dict[str, np.ndarray]:
+        start = len(branch.prompt_ids)
+        tokens = ScoredTokens(branch.token_ids.tolist(), start, top_k, vocabulary)
+        columns = await score(tokens)
+        return {name: rows[branch.loss_mask[start:]] for name, rows in columns.items()}
+
+    parts = await asyncio.gather(*map(columns_of, response.branches))
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def require_columns(columns: Mapping[str, Any], top_k: int, place: str) -> None:

@@ -17,12 +17,13 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megatron_dppo.config import load_config
+from megatron_dppo.config import load_config, resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.batch_file import SavedBatch
+from megatron_dppo.data.batch_file import SavedBatch, load_batch, save_batch
 from megatron_dppo.data.problems import load_tokenizer
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Problem, Trajectory
+from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineAnswerError, EngineMismatchError, EngineRequestError
 from megatron_dppo.engine.process import EngineProcess
@@ -31,7 +32,7 @@ from megatron_dppo.fleet.endpoint import RecordClient
 from megatron_dppo.fleet.record import API_KEY_VARIABLE
 from megatron_dppo.fleet.teachers import TeacherClient
 from megatron_dppo.loop.inputs import RunData
-from megatron_dppo.loop.teachers import TeacherPrompts, Teachers, require_columns
+from megatron_dppo.loop.teachers import Teachers, require_columns
 from megatron_dppo.metrics.records import read_records
 from megatron_dppo.spec import RunSpec, TeacherSpec
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -254,6 +255,26 @@ def test_a_run_with_two_teachers(material: Path) -> None:
     with TrainingRun(material, replay, f"run.directory={folder / 'replayed'}") as again:
         again.finish()
     assert not list(again.directory.glob("logs/*teacher*"))
+    axes = axes_by_doctor(run.directory)
+    assert set(axes.values()) == {"healthy"}
+    assert axes.keys() == {"engine", "trainer", "teacher big", "teacher same"}
+    assert axes_by_doctor(run.directory, "--no-teachers").keys() == {"engine", "trainer"}
+    # The saved scores of "same" belong to the token before each token.
+    batch = load_batch(run.directory / "rollouts", 1)
+    for number, response in enumerate(batch):
+        if problems[response.problem_id].metadata["teacher"] == "same":
+            moved = np.roll(response.column("teacher_log_probs"), 1)
+            batch[number] = response.with_columns(teacher_log_probs=moved)
+    save_batch(folder / "moved" / "rollouts", 1, batch)
+    shutil.copy(run.directory / "config.yaml", folder / "moved")
+    assert axes_by_doctor(folder / "moved") == axes | {"teacher same": "tokens"}
+
+
+def axes_by_doctor(directory: Path, *options: str) -> dict[str, str]:
+    """Return the doctor's verdict on each side of the batch of step 1."""
+    file = directory / "doctor.json"
+    assert doctor([str(directory), "--step", "1", "--json", str(file), *options]) == 0
+    return {side["side"]: side["axis"] for side in json.loads(file.read_text())["sides"]}
 
 
 def _check_branches(
@@ -268,7 +289,7 @@ def _check_branches(
     parts = zip((first, second), masks, strict=True)
     branches = [Trajectory(0, 0, np.array(tokens), mask) for tokens, mask in parts]
     data = RunData(config)
-    scores = Teachers(config, spec, TeacherPrompts(config, data), record, lambda: False)
+    scores = Teachers(config, spec, data, record, lambda: False, is_leader=True)
     problem = next(p for p in data.train.problems if p.metadata["teacher"] == "big")
     answer = scores.submit(problem, Trajectory.of_branches(branches)).result()
     scores.close()
@@ -280,6 +301,12 @@ def _check_branches(
     ]
     np.testing.assert_allclose(answer.columns["teacher_log_probs"], expected, atol=1e-5, rtol=0)
     assert answer.columns["teacher_topk_ids"].shape == (8, 5)
+
+
+def client_of(teacher: TeacherSpec, record: RecordClient, config: TrainConfig) -> TeacherClient:
+    return TeacherClient(
+        teacher, record, config.engine, request_timeout_s=600, concurrency=4, stop=lambda: False
+    )
 
 
 def test_servers_of_a_teacher_are_followed_and_checked(material: Path, url: str) -> None:
@@ -294,13 +321,8 @@ def test_servers_of_a_teacher_are_followed_and_checked(material: Path, url: str)
     expected = log_probs_of(reference, SEQUENCES[1])[4:]
     of_tokens = expected.gather(1, torch.tensor(SEQUENCES[1][5:])[:, None])[:, 0]
 
-    def client_of(teacher: TeacherSpec, record: RecordClient) -> TeacherClient:
-        return TeacherClient(
-            teacher, record, config.engine, request_timeout_s=600, concurrency=4, stop=lambda: False
-        )
-
     with KeptFleet(config) as fleet, AsyncRunner() as runner:
-        client = client_of(teacher, fleet.record)
+        client = client_of(teacher, fleet.record, config)
         runner.run(client.check([tokens, tokens]))
         first = next(s for s in fleet.record.teachers() if s.teacher == "big")
         # A teacher's servers never become servers of the policy.
@@ -319,7 +341,7 @@ def test_servers_of_a_teacher_are_followed_and_checked(material: Path, url: str)
         attached = replace(teacher, servers=replace(teacher.servers, started=0, urls=(url,)))
         os.environ[API_KEY_VARIABLE] = KEY
         try:
-            client = client_of(replace(attached, name="attached"), fleet.record)
+            client = client_of(replace(attached, name="attached"), fleet.record, config)
             with pytest.raises(EngineMismatchError, match=r"serves .*model, expected .*teacher"):
                 runner.run(client.check([tokens]))
             runner.run(client.close())
@@ -327,11 +349,19 @@ def test_servers_of_a_teacher_are_followed_and_checked(material: Path, url: str)
             del os.environ[API_KEY_VARIABLE]
 
 
-def test_a_resumed_run_refuses_a_teacher_of_other_weights(
+@pytest.fixture(scope="module")
+def stale_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of another checkpoint, in a folder of the same name as the teacher's."""
+    folder = tmp_path_factory.mktemp("stale") / "model"
+    with served(save_tiny_model(folder, "qwen3", seed=6)) as url:
+        yield url
+
+
+@pytest.fixture
+def far_teacher(
     material: Path, model: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server of another checkpoint, in a folder of the same name, is named; with the first one, the run goes on."""
-    stale = save_tiny_model(tmp_path / "stale" / "model", "qwen3", seed=6)
+) -> Path:
+    """A configuration with one teacher, "far", at ``url``."""
     monkeypatch.setenv(API_KEY_VARIABLE, KEY)
     tree = yaml.safe_load(material.read_text())
     tree["run"]["directory"] = str(tmp_path / "run")
@@ -348,42 +378,68 @@ def test_a_resumed_run_refuses_a_teacher_of_other_weights(
     (tmp_path / "train.jsonl").write_text("\n".join(plain) + "\n")
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
-    with TrainingRun(path, "run.steps=1") as first:
+    return path
+
+
+def test_a_resumed_run_refuses_a_teacher_of_other_weights(
+    far_teacher: Path, reference: PreTrainedModel, url: str, stale_url: str, tmp_path: Path
+) -> None:
+    """The server of another checkpoint is named, also by the doctor; with the first one, the run goes on."""
+    with TrainingRun(far_teacher, "run.steps=1") as first:
         first.finish()
     assert first.text.count("teacher far: its tokenizer has another chat template") == 1
     kept = json.loads((first.directory / "teachers.json").read_text())["far"]
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     prompt = tuple(kept["prompts"][0])
     expected = log_probs_of(reference, prompt).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
     np.testing.assert_allclose(kept["log_probs"][0], expected, atol=1e-5, rtol=0)
-    with served(stale) as other_url:
-        given = f"distillation.teachers.far.urls=[{other_url}]"
-        with TrainingRun(path, "run.steps=2", given) as refused:
-            refused.finish(code=1)
-        assert f"teacher far at {other_url}: got log-probabilities that differ" in refused.text
-        assert "distillation.teachers.far.hf_checkpoint" in refused.text
-        # Two servers of one teacher must have the same weights, too.
-        given = f"distillation.teachers.far.urls=[{url}, {other_url}]"
-        config = load_config(path, [given, "engine.servers=0", f"run.directory={tmp_path / 'two'}"])
-        (spec,) = RunSpec.of_checked(config).teachers
-        tokens = ScoredTokens(SEQUENCES[1], 5, top_k=3, vocabulary=512)
-        with KeptFleet(config) as fleet, AsyncRunner() as runner:
-            client = TeacherClient(
-                spec,
-                fleet.record,
-                config.engine,
-                request_timeout_s=600,
-                concurrency=4,
-                stop=lambda: False,
-            )
-            with pytest.raises(EngineMismatchError, match=rf"{other_url}: .* by {url}, expected"):
-                runner.run(client.check([tokens]))
-            runner.run(client.close())
+    given = f"distillation.teachers.far.urls=[{stale_url}]"
+    with TrainingRun(far_teacher, "run.steps=2", given) as refused:
+        refused.finish(code=1)
+    assert f"teacher far at {stale_url}: got log-probabilities that differ" in refused.text
+    assert "distillation.teachers.far.hf_checkpoint" in refused.text
+    examined = tmp_path / "examined"
+    shutil.copytree(first.directory / "rollouts", examined / "rollouts")
+    given = f"distillation.teachers.far.urls=[{url}, {stale_url}]"
+    config = load_config(far_teacher, [given])
+    (examined / "config.yaml").write_text(resolved_yaml(config))
+    axes = axes_by_doctor(examined)
+    assert axes.pop(f"teacher far at {stale_url}") == "unexplained"
+    assert axes.keys() == {"engine", "trainer", "teacher far", f"teacher far at {url}"}
+    assert set(axes.values()) == {"healthy"}
     assert [row["step"] for row in read_records(first.directory)] == [0, 1]
-    with TrainingRun(path, "run.steps=2") as resumed:
+    with TrainingRun(far_teacher, "run.steps=2") as resumed:
         resumed.finish()
     assert [row["step"] for row in read_records(first.directory)] == [0, 1, 2]
     assert json.loads((first.directory / "teachers.json").read_text())["far"] == kept
+
+
+def test_servers_of_one_teacher_have_the_same_weights(
+    far_teacher: Path,
+    reference: PreTrainedModel,
+    url: str,
+    stale_url: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """At the start, another server is refused. Later it is not used, and a warning names it once."""
+    given = f"distillation.teachers.far.urls=[{url}, {stale_url}]"
+    config = load_config(far_teacher, [given, "engine.servers=0"])
+    (spec,) = RunSpec.of_checked(config).teachers
+    tokens = ScoredTokens(SEQUENCES[1], 5, top_k=3, vocabulary=512)
+    of_tokens = log_probs_of(reference, SEQUENCES[1])[4:]
+    of_tokens = of_tokens.gather(1, torch.tensor(SEQUENCES[1][5:])[:, None])[:, 0]
+    with KeptFleet(config) as fleet, AsyncRunner() as runner:
+        client = client_of(spec, fleet.record, config)
+        with pytest.raises(EngineMismatchError, match=rf"{stale_url}: .* by {url}, expected"):
+            runner.run(client.check([tokens]))
+        runner.run(client.close())
+        client = client_of(spec, fleet.record, config)
+        client.expect([tokens], [of_tokens.tolist()], "at the run's start")
+        for _ in range(4):
+            columns = runner.run(client.score(tokens))
+            np.testing.assert_allclose(columns["teacher_log_probs"], of_tokens, atol=1e-5, rtol=0)
+        runner.run(client.close())
+    refusal = f"a server is not used: teacher far at {stale_url}: got log-probabilities that differ"
+    assert caplog.text.count(refusal) == 1
 
 
 def test_a_plain_batch_has_no_scores_to_replay() -> None:

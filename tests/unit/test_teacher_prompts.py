@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.records import DataError
-from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.teachers import TeacherPrompts, filled
 from tests.tiny_models import tiny_tokenizer
@@ -44,11 +45,24 @@ def test_each_problem_has_its_teacher_and_its_prompt(tmp_path: Path) -> None:
     first = Problem(0, "", "", (1,), metadata={"teacher": "a"})
     second = Problem(1, "", "", (1,), metadata={"teacher": "b"})
     assert (prompts.teacher_of(first), prompts.teacher_of(second)) == ("a", "b")
-    assert prompts.of(first) is None
-    seen = prompts.of(second)
-    assert seen is not None
+    response = Trajectory(
+        1,
+        0,
+        np.array([5, 6, 7, 8, 9], np.int32),
+        np.array([False, False, True, False, True]),
+        {
+            "teacher_log_probs": np.array([-1, -2], np.float32),
+            "routed_experts": np.zeros((4, 1, 1), np.uint8),
+        },
+    )
+    assert prompts.seen(first, response) is response
+    seen = prompts.seen(second, response)
     text = "<|im_start|>user\n8! even<|im_end|>\n<|im_start|>assistant\n"
-    assert tiny_tokenizer().decode(seen) == text
+    assert tiny_tokenizer().decode(seen.prompt_ids) == text
+    assert seen.token_ids[-3:].tolist() == [7, 8, 9]
+    assert np.flatnonzero(seen.loss_mask).tolist() == [seen.length - 3, seen.length - 1]
+    assert seen.columns.keys() == {"teacher_log_probs"}
+    assert seen.column("teacher_log_probs").tolist() == [-1, -2]
     assert [len(prompt) > 1 for prompt in prompts.examples] == [True, True]
 
 

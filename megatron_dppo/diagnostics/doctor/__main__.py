@@ -18,6 +18,9 @@ Then the command tests three more things:
     copies     No responses of a group are copies.
     prompts    Tokenizer and template still make the same prompts.
 
+In a run with teachers, it compares each teacher's scores with the teacher's checkpoint: the scores in the batch, and
+the scores by each server that answers now, with the key MEGATRON_DPPO_API_KEY.
+
 With ``--parts`` the command prints how much of mean |pi - mu| each cause makes up. The run's own trainer, on its
 device, recomputes pi with one more cause fixed in each pass:
 
@@ -50,6 +53,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dppo.config.loading import load_config
+from megatron_dppo.config.schema import DistillationConfig
 from megatron_dppo.diagnostics.explain.__main__ import batch_parser, run_batch_command, show_facts
 from megatron_dppo.metrics.records import (
     CHECKPOINTS_FOLDER,
@@ -95,6 +99,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_false",
         help="no pass in float32 (Transformer Engine has no float32 attention for packed sequences)",
     )
+    parser.add_argument(
+        "--no-teachers",
+        dest="teachers",
+        action="store_false",
+        help="examine no teacher: each teacher must fit in memory, too",
+    )
     parser.add_argument("--json", type=file_to_write, help="write every figure here")
     parser.add_argument("--html", type=file_to_write, help="write the page here, not with --parts")
     parser.add_argument(
@@ -118,6 +128,8 @@ def report(options: argparse.Namespace) -> None:
     if unusable_option:
         raise ValueError("--html is the page of all causes, --png the figure of --parts")
     config = load_config(options.run / "config.yaml")
+    if not options.teachers:
+        config = config.model_copy(update={"distillation": DistillationConfig()})
     folder = options.run / ROLLOUTS_FOLDER
     # Check the step before torch is imported: the import takes seconds.
     step = saved_batch_step(folder, options.step)

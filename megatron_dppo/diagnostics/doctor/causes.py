@@ -240,6 +240,13 @@ MOVED_RECORDINGS = tuple(name for name, layers, tokens in ROUTINGS if layers or 
 """Names of the alternatives whose recorded rows are shifted."""
 
 
+SHIFTS = (
+    ("log-probabilities of the token before", 1),
+    ("log-probabilities of the token after", -1),
+)
+"""Name of the alternative that a side's numbers belong to other tokens, and the shift in tokens."""
+
+
 RECORDING = "recording"
 """Name of a third side, next to engine and trainer: the reference with the experts that the router chooses. The side is
 compared with the reference with the recorded experts. If they differ, the recordings are wrong."""

@@ -17,7 +17,13 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import load_tokenizer
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.diagnostics.doctor import causes, diagnosis, engine_tensors, sampling_evidence
+from megatron_dppo.diagnostics.doctor import (
+    causes,
+    diagnosis,
+    engine_tensors,
+    sampling_evidence,
+    teachers,
+)
 from megatron_dppo.diagnostics.doctor.causes import Alternative, SampledRun
 from megatron_dppo.diagnostics.doctor.diagnosis import Diagnosis, Side, TokenEvidence
 from megatron_dppo.diagnostics.doctor.engine_tensors import RankTensors, TensorFault, tensor_faults
@@ -197,10 +203,13 @@ class Doctor:
                 facts.append(f"{server.url} held the tensors of version {server.version}")
         prompt_faults: list[str] = []
         try:
-            origin = RunData(self._config).origin()
+            data = RunData(self._config)
+            origin = data.origin()
             prompt_faults = sampling_evidence.prompt_faults(self._batch, origin)
             if origin.makes_prompts:
                 self._unexamined["prompts"] = "the environment makes them"
+            if self._config.distillation.teachers:
+                diagnoses += self._diagnose_teachers(data)
         except (DataError, OSError) as error:
             self._unexamined["prompts"] = str(error)
         return DoctorReport(
@@ -249,6 +258,22 @@ class Doctor:
                 dtype = getattr(torch, self._config.model.dtype)
                 others[version] = RankTensors(server, rank, folder, shape, dtype)
         return others
+
+    def _diagnose_teachers(self, data: RunData) -> list[Diagnosis]:
+        """Compare the teachers' scores of the batch, saved and by servers that answer now, with their checkpoints."""
+        diagnoses: list[Diagnosis] = []
+        for case in teachers.teacher_cases(self._config, data, self._batch):
+            known_weights = KnownWeights({0: case.folder}, case.folder, case.folder)
+            doctor = Doctor(case.config, case.batch, known_weights)
+            try:
+                found = [doctor.examine(side) for side in case.sides(self._unexamined)]
+            except (OSError, ValueError) as error:
+                self._unexamined[f"teacher {case.name}"] = str(error)
+                continue
+            for teacher in found:
+                tokens = [replace(t, response=case.positions[t.response]) for t in teacher.tokens]
+                diagnoses.append(replace(teacher, tokens=tokens))
+        return diagnoses
 
     def _concentration(self) -> list[str]:
         """Return a line about how similar the responses of a group are; no line if the batch lacks TopK(mu)."""
@@ -328,6 +353,11 @@ class Doctor:
         scores = self._version_scores(side.version, every=every)
         plain, by_name = scores.at(side.positions)
         alternatives = list(scores.alternatives)
+        for name, shift in causes.SHIFTS:
+            by_name[name] = [log_p.roll(shift) for log_p in plain]
+            alternatives.append(
+                Alternative("tokens", name, at_temperature(self._config.temperature))
+            )
         if side.name == "trainer" and self._config.router_replay and causes.RECORDED in by_name:
             # The trainer must use the experts that the engine recorded, even if the engine chose wrong experts.
             sampling = at_temperature(self._config.temperature)
@@ -371,7 +401,7 @@ class Doctor:
     def _rounding(self, side: str) -> str | None:
         """Return the name of the alternative that rounds as a healthy side may; None if ``side`` is in float32."""
         config = self._config
-        if side == "engine":
+        if side != "trainer":
             if config.engine.quantization is not None:
                 return causes.BLOCK_FP8
             is_coarse_side = is_coarse(config.sglang, {})

@@ -271,6 +271,7 @@ FAULTS: dict[str, Callable[[SimpleNamespace, Path], LogProbs]] = {
     "positions": scale_positions,
     "vocabulary": lambda run, _: partial(truncated_log_probs, run.policy),
     "cache": lambda run, _: partial(after_old_prompt, run.policy, Policy(run.start)),
+    "shift": lambda run, _: lambda t: np.roll(run.policy.log_probs(t), 1),
 }
 """Each entry makes a function that computes log p of a trajectory's sampled tokens with the fault."""
 
@@ -310,6 +311,7 @@ def after_old_prompt(policy: Policy, old: Policy, t: Trajectory) -> np.ndarray:
             "normaliser without the last of 4 shards of the vocabulary",
         ),
         ("cache", "cache", "prompts' keys and values of version 0"),
+        ("shift", "tokens", "log-probabilities of the token before"),
     ],
 )
 def test_the_axis_of_a_fault_is_named(run, tmp_path, side, fault, axis, name):

@@ -1,0 +1,113 @@
+"""The scores of a run's teachers, as sides that the doctor compares with the teachers' own checkpoints.
+
+A teacher has a side for the scores that its batch was saved with, and a side for each of its servers that answers now.
+The weights of a teacher count as version 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_dppo.config.distillation import serving_config
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.diagnostics.doctor.diagnosis import Side
+from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.fleet.endpoint import record_of_command
+from megatron_dppo.fleet.record import Keys
+from megatron_dppo.fleet.teachers import scores_by
+from megatron_dppo.loop.inputs import RunData
+from megatron_dppo.loop.teachers import TeacherPrompts, score_response
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.system.async_runner import AsyncRunner
+
+COLUMN = "teacher_log_probs"
+
+
+@dataclass(frozen=True)
+class TeacherCase:
+    """The responses that a teacher scores.
+
+    Attributes:
+        name: name of the teacher.
+        config: configuration of the teacher's servers.
+        positions: positions of the responses in the run's batch.
+        batch: the responses as the teacher sees them.
+    """
+
+    name: str
+    config: TrainConfig
+    positions: Sequence[int]
+    batch: Sequence[Trajectory]
+
+    @property
+    def folder(self) -> Path:
+        """Hugging Face folder of the teacher."""
+        return Path(self.config.model.hf_checkpoint)
+
+    def sides(self, unexamined: dict[str, str]) -> Iterator[Side]:
+        """Yield the saved scores, then each server's. If a server has none, the reason goes into ``unexamined``."""
+        name = f"teacher {self.name}"
+        if all(COLUMN in t.columns for t in self.batch):
+            yield self._side(name, [t.column(COLUMN) for t in self.batch])
+        for url in self._urls(unexamined):
+            server_name = f"{name} at {url}"
+            try:
+                with AsyncRunner() as runner:
+                    scores = runner.run(self._scores_by(url))
+            except (EngineError, TimeoutError) as error:
+                unexamined[server_name] = str(error) or "no answer"
+                continue
+            yield self._side(server_name, scores)
+
+    def _side(self, name: str, scores: Sequence[np.ndarray]) -> Side:
+        log_probs = tuple(torch.from_numpy(row.astype(np.float64)) for row in scores)
+        return Side(name, 0, tuple(range(len(self.batch))), log_probs)
+
+    def _urls(self, unexamined: dict[str, str]) -> list[str]:
+        """Return the addresses of the teacher's servers: attached ones, and those that the run runs now."""
+        urls = list(self.config.engine.urls)
+        try:
+            servers = record_of_command(self.config.run.directory).teachers()
+        except (EngineError, ValueError) as error:
+            unexamined[f"started servers of teacher {self.name}"] = str(error)
+            return urls
+        return urls + [server.url for server in servers if server.teacher == self.name]
+
+    async def _scores_by(self, url: str) -> list[np.ndarray]:
+        vocabulary = load_model_shape(self.folder).vocab_size
+        keys = Keys.of_environment()
+        async with EngineClient(url, keys.api, ca_file=self.config.engine.ca_file) as client:
+            score = partial(scores_by, client)
+            async with asyncio.timeout(self.config.distillation.request_timeout_s):
+                rows = await asyncio.gather(
+                    *(score_response(score, t, 0, vocabulary) for t in self.batch)
+                )
+        return [columns[COLUMN] for columns in rows]
+
+
+def teacher_cases(
+    config: TrainConfig, data: RunData, batch: Sequence[Trajectory]
+) -> Iterator[TeacherCase]:
+    """Yield each teacher that has responses with a token. Raises DataError."""
+    prompts = TeacherPrompts(config, data)
+    problems = {problem.problem_id: problem for problem in data.train.problems}
+    seen_by: dict[str, dict[int, Trajectory]] = {}
+    for position, response in enumerate(batch):
+        problem = problems.get(response.problem_id)
+        if problem is not None and response.sampled:
+            seen = seen_by.setdefault(prompts.teacher_of(problem), {})
+            # The recorded experts are the policy's.
+            seen[position] = prompts.seen(problem, response).without("routed_experts")
+    for name, seen in seen_by.items():
+        shape = load_model_shape(config.distillation.teachers[name].hf_checkpoint)
+        serving = serving_config(config, name, shape)
+        yield TeacherCase(name, serving, list(seen), list(seen.values()))
