@@ -11,6 +11,8 @@ from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.tensor_hash import tiled_hash
+from megatron_dppo.weight_sync.verification import compare_checksums
 
 
 def random_weights(
@@ -32,3 +34,15 @@ def expected_digests(
     checksums = ExpectedChecksums(EngineTensors(shape, EngineLayout(ranks)), torch.bfloat16)
     checksums.add(weights.items())
     return checksums.digests([checksums.partial()])
+
+
+def mismatched_tensors(
+    shape: ModelShape, weights: Mapping[str, Tensor], held: Mapping[str, Tensor]
+) -> list[str]:
+    """Return the names in ``held`` of an engine with one rank whose tensors are not those of ``weights``.
+
+    The engine holds its other tensors as it must.
+    """
+    (expected,) = expected_digests(shape, weights)
+    actual = expected | {name: tiled_hash(tensor) for name, tensor in held.items()}
+    return [mismatch.tensor for mismatch in compare_checksums([expected], [actual])]
