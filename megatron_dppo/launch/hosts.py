@@ -27,6 +27,7 @@ from megatron_dppo.config.data_schema import Section
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.process import Runtime
 from megatron_dppo.launch.forked_ranks import shares_imports
+from megatron_dppo.launch.host_ranks import HostRanks
 from megatron_dppo.launch.local import rank_command, supervisor_of
 from megatron_dppo.launch.node_ranks import NODE_VARIABLE
 from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, place
@@ -34,11 +35,10 @@ from megatron_dppo.launch.remote_process import MODULE, STOP, RemoteCommand, hea
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import ServerStarts
 from megatron_dppo.launch.srun import node_command
-from megatron_dppo.launch.supervisor import RankFailure, first_failure, keep_previous
+from megatron_dppo.launch.supervisor import RankFailure, first_failure
 from megatron_dppo.logging import configure_logging
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system import processes
-from megatron_dppo.system.lease import START_VARIABLE
 from megatron_dppo.system.network import is_loopback, is_of_one_host, mutual_addresses
 from megatron_dppo.system.secret_variables import is_secret, split_environment, without_secrets
 
@@ -221,7 +221,7 @@ class RemoteLauncher(processes.Launcher):
         """Do nothing: ports of another host can't be tested from here, so the command reports a used port."""
 
 
-class RemoteRanks:
+class RemoteRanks(HostRanks):
     """The ranks of a run on several hosts; see Ranks.
 
     Args:
@@ -243,31 +243,16 @@ class RemoteRanks:
         *,
         forks: bool,
     ) -> None:
+        local_size = {"LOCAL_WORLD_SIZE": str(placement.ranks_per_host)}
+        super().__init__(directory, placement, {**local_size, **variables})
         self._command = command
-        self._directory = directory
-        self._placement = placement
         self._shell = shell
         self._forks = forks
-        self._variables = {
-            "WORLD_SIZE": str(len(placement.ranks)),
-            "LOCAL_WORLD_SIZE": str(placement.ranks_per_host),
-            "MASTER_ADDR": placement.master_address,
-            "PYTHONUNBUFFERED": "1",
-            processes.STOP_FILE_VARIABLE: str(directory.stop_file.absolute()),
-            **variables,
-        }
         self._processes: list[RemoteProcess] = []
         """The remote shell of each host."""
 
     def start(self, number: int = 1) -> None:
-        for place_of_rank in self._placement.ranks:
-            keep_previous(self._directory.rank_output(place_of_rank.rank))
-        processes.withdraw_stop(self._directory.stop_file)
-        start_variables = {
-            "MASTER_PORT": str(self._placement.master_port_of(number)),
-            START_VARIABLE: str(number),
-        }
-        environment = {**os.environ, **self._variables, **start_variables}
+        environment = self._begin(number)
         self._processes = []
         for node, host in enumerate(self._placement.rank_hosts):
             commands = self._commands(node, environment)
@@ -285,12 +270,6 @@ class RemoteRanks:
             if code:
                 failures.append(self._failure(node, code))
         return sorted(failures, key=attrgetter("failed_at"))
-
-    def ask_to_stop(self) -> None:
-        processes.ask_to_stop(self._directory.stop_file)
-
-    def clear(self) -> None:
-        self.kill()
 
     def kill(self) -> None:
         # Close all shells before waiting for one of them.

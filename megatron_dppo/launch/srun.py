@@ -20,12 +20,13 @@ from operator import attrgetter
 from pathlib import Path
 
 from megatron_dppo.launch import node_ranks
+from megatron_dppo.launch.host_ranks import HostRanks
 from megatron_dppo.launch.placement import Host, Placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.slurm_client import CLIENT_VARIABLES
 from megatron_dppo.launch.supervisor import RankFailure, failed_at, first_failure, keep_previous
 from megatron_dppo.system import processes
-from megatron_dppo.system.lease import START_VARIABLE, FencedError
+from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.secret_variables import split_environment
 
 _END_S = 15.0
@@ -282,7 +283,7 @@ _KILLED = 137
 """Exit code of tasks that Slurm killed after the first failure."""
 
 
-class SrunRanks:
+class SrunRanks(HostRanks):
     """The ranks of a run as one step; see Ranks.
 
     Args:
@@ -305,7 +306,7 @@ class SrunRanks:
         *,
         forks: bool = False,
     ) -> None:
-        self._directory = directory
+        super().__init__(directory, placement, {RANKS_VARIABLE: "slurm", **variables})
         self._messages = directory.step_messages
         self._ranks_per_task = placement.ranks_per_host if forks else 1
         # With ``forks``, a task forks all ranks of a node. Otherwise a task is a rank.
@@ -321,29 +322,12 @@ class SrunRanks:
             output=f"{literal(logs)}/{output_prefix}%t.out",
             stdin=True,
         )
-        self._variables = {
-            "WORLD_SIZE": str(len(placement.ranks)),
-            "MASTER_ADDR": placement.master_address,
-            "PYTHONUNBUFFERED": "1",
-            RANKS_VARIABLE: "slurm",
-            processes.STOP_FILE_VARIABLE: str(directory.stop_file),
-            **variables,
-        }
-        self._count = len(placement.ranks)
-        self._placement = placement
         self._fence = form.fence
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self, number: int = 1) -> None:
-        for rank in range(self._count):
-            keep_previous(self._directory.rank_output(rank))
+        plain, secrets = split_environment(self._begin(number))
         keep_previous(self._messages)
-        processes.withdraw_stop(self._directory.stop_file)
-        variables = {
-            "MASTER_PORT": str(self._placement.master_port_of(number)),
-            START_VARIABLE: str(number),
-        }
-        plain, secrets = split_environment({**os.environ, **self._variables, **variables})
         with self._messages.open("wb") as file:
             self._popen = processes.start_process(
                 self._command,
@@ -376,13 +360,6 @@ class SrunRanks:
         failed_ranks = [failure for failure in failures if failure.code != _KILLED]
         failed_ranks.sort(key=attrgetter("failed_at"))
         return [*failed_ranks, *killed_ranks]
-
-    def ask_to_stop(self) -> None:
-        # The ranks read a file: a signal through srun would also reach the ranks' child processes.
-        processes.ask_to_stop(self._directory.stop_file)
-
-    def clear(self) -> None:
-        self.kill()
 
     def kill(self) -> None:
         if self._popen is not None:
