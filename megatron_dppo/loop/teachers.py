@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.config.distillation import key_of, longest_prompt
 from megatron_dppo.config.schema import TeacherConfig, TrainConfig
-from megatron_dppo.data.columns import Rows, declared_column
 from megatron_dppo.data.problems import PromptForm, load_tokenizer, tokenise
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Problem, Trajectory
@@ -105,7 +104,7 @@ class TeacherPrompts:
         return str(name)
 
     def seen(self, problem: Problem, response: Trajectory) -> Trajectory:
-        """Return a response as the problem's teacher sees it, after its own prompt, with the columns of sampled tokens.
+        """Return a response as the problem's teacher sees it: after the teacher's prompt, with the teacher's columns.
 
         The response itself if the teacher sees the policy's prompt.
         """
@@ -113,10 +112,7 @@ class TeacherPrompts:
         if prompt is None:
             return response
         start = len(response.prompt_ids)
-        columns: dict[str, np.ndarray] = {}
-        for name, array in response.columns.items():
-            if declared_column(name).rows is Rows.SAMPLED:
-                columns[name] = array
+        columns = {n: a for n, a in response.columns.items() if n.startswith("teacher_")}
         return Trajectory(
             response.problem_id,
             response.sample_index,

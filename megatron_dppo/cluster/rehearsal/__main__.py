@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -58,6 +58,7 @@ from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, place
 from megatron_dppo.logging import INTERRUPTED, REFUSED
 from megatron_dppo.metrics.records import SUMMARY_FILE, read_records
+from megatron_dppo.metrics.summary import describe_layout
 from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.engine_layout import server_ranks
 from megatron_dppo.model.errors import ModelError
@@ -237,40 +238,25 @@ class Rehearsal:
             self._layout(config),
             known_model,
             self.directory,
-            phase=self.phases.phase,
-            say=say,
+            self.phases.phase,
+            say,
+            self.usage,
         )
         path = self.directory / CONFIG
         rehearsal_config = rehearsal.prepare(path)
         if self.options.dry_run:
             say(f"nothing was started; megatron-dppo supervised {path} is the rehearsal's run")
             return 0
-        self.usage = rehearsal.usage
         runs = rehearsal.train(path)
-        ranks = rehearsal_config.parallel.world_size
         parts = ["supervised training", "checkpoint, stop, resume, held-out loss, export"]
-        run = runs[-1]
-        if attempts.was_interrupted(run):
-            return INTERRUPTED
-        if run.has_failed:
-            _fail(self.phases.current, run.failure(), attempts.key_of(run.errors))
-            self._write(ranks, parts, [], rehearsal.omissions, runs, passed=False)
-            return FAILED
-        rows = rehearsal.findings(rehearsal_config)
-        verdict.show(CONSOLE, rows, rehearsal.omissions, self.usage, parts)
-        if placement is not None:
-            CONSOLE.print(f"on {self.options.nodes} nodes:\n{placement.table()}", soft_wrap=True)
-        faults: list[str] = []
-        for row in rows:
-            if row.holds is False:
-                faults.append(f"{row.label} {row.measured}, expected {row.expected}")
-        self._write(ranks, parts, rows, rehearsal.omissions, runs, passed=not faults)
-        if faults:
-            _fail("judge", "; ".join(faults))
-            return FAILED
-        layout = Layout.of(rehearsal_config.parallel.sizes).describe()
-        CONSOLE.print(f"passed: {self.recipe} works on {layout} with a tiny model", soft_wrap=True)
-        return 0
+        return self._conclude(
+            runs,
+            rehearsal_config,
+            parts,
+            rehearsal.omissions,
+            placement,
+            lambda: rehearsal.findings(rehearsal_config),
+        )
 
     def run_prepared(self) -> int:
         """Run and judge a rehearsal that another process has prepared in the folder (``--on-nodes``)."""
@@ -514,31 +500,48 @@ class Rehearsal:
             last=last,
             form=self.form,
         )
+        code = self._conclude(
+            runs,
+            rehearsal_config,
+            verdict.exercised(rehearsal_config),
+            omissions,
+            placement,
+            lambda: self._findings(rehearsal_config, was_resumed=len(runs) > 1),
+        )
+        if code == 0:
+            CONSOLE.print(f"next:\n  {self._next_commands()}", soft_wrap=True, markup=False)
+        return code
+
+    def _findings(self, rehearsal_config: TrainConfig, *, was_resumed: bool) -> list[VerdictRow]:
+        """Compare the results of the finished runs with the bounds of healthy runs, and print the runs' phases."""
+        summary = json.loads((self.run_directory / SUMMARY_FILE).read_text(encoding="utf-8"))
+        phases = summary["seconds_per_phase"].items()
+        phase_seconds = ", ".join(f"{name} {seconds:.0f}" for name, seconds in phases)
+        CONSOLE.print(f"seconds inside the runs: {phase_seconds}", soft_wrap=True)
+        records = read_records(self.run_directory)
+        return findings(rehearsal_config, summary, records, was_resumed=was_resumed)
+
+    def _conclude(
+        self,
+        runs: Sequence[attempts.RehearsalRun],
+        rehearsal_config: PolicyConfig,
+        parts: Sequence[str],
+        omissions: Sequence[Omission],
+        placement: Placement | None,
+        compare: Callable[[], Sequence[VerdictRow]],
+    ) -> int:
+        """Print and write the verdict on the runs; return the exit code. ``compare``: finished runs' findings."""
         run = runs[-1]
+        ranks = rehearsal_config.parallel.world_size
         if attempts.was_interrupted(run):
             return INTERRUPTED
         if run.has_failed:
             _fail(self.phases.current, run.failure(), attempts.key_of(run.errors))
-            ranks = rehearsal_config.parallel.world_size
-            parts = verdict.exercised(rehearsal_config)
             self._write(ranks, parts, [], omissions, runs, passed=False)
             return FAILED
-        return self._judge(rehearsal_config, omissions, runs, placement)
-
-    def _judge(
-        self,
-        rehearsal_config: TrainConfig,
-        omissions: Sequence[Omission],
-        runs: Sequence[attempts.RehearsalRun],
-        placement: Placement | None,
-    ) -> int:
-        """Print and write the verdict on the finished runs; return the exit code."""
-        summary = json.loads((self.run_directory / SUMMARY_FILE).read_text(encoding="utf-8"))
-        records = read_records(self.run_directory)
-        rows = findings(rehearsal_config, summary, records, was_resumed=len(runs) > 1)
+        rows = compare()
         on_nodes = self.options.on_nodes
         never = verdict.NEVER if on_nodes is None else verdict.NEVER_ON_NODES[on_nodes]
-        parts = verdict.exercised(rehearsal_config)
         verdict.show(CONSOLE, rows, omissions, self.usage, parts, never)
         total = sum(self.phases.seconds.values())
         cost = f"took {total:.0f} seconds"
@@ -547,25 +550,21 @@ class Rehearsal:
             cpu_seconds = self.imports_cpu_seconds + sum(run.cpu_seconds for run in runs)
             cost += f", and {cpu_seconds:.0f} CPU seconds of ranks and servers"
         CONSOLE.print(cost, soft_wrap=True)
-        phases = summary["seconds_per_phase"].items()
-        phase_seconds = ", ".join(f"{name} {seconds:.0f}" for name, seconds in phases)
-        CONSOLE.print(f"seconds inside the runs: {phase_seconds}", soft_wrap=True)
         if placement is not None:
             CONSOLE.print(f"on {self.options.nodes} nodes:\n{placement.table()}", soft_wrap=True)
         faults = []
         for row in rows:
             if row.holds is False:
                 faults.append(f"{row.label} {row.measured}, expected {row.expected}")
-        ranks = rehearsal_config.parallel.world_size
         self._write(ranks, parts, rows, omissions, runs, passed=not faults)
         if faults:
             _fail("judge", "; ".join(faults))
             return FAILED
+        layout = describe_layout(rehearsal_config.parallel.model_dump())
         CONSOLE.print(
-            f"passed: {self.options.called or self.recipe} works on {summary['layout']} with a tiny model",
+            f"passed: {self.options.called or self.recipe} works on {layout} with a tiny model",
             soft_wrap=True,
         )
-        CONSOLE.print(f"next:\n  {self._next_commands()}", soft_wrap=True, markup=False)
         return 0
 
     def _next_commands(self) -> str:

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,11 @@ FORM = attempts.RunForm((sys.executable, "-m", MODULE), signal.SIGINT, attempts.
 Phase = Callable[[str], AbstractContextManager[None]]
 
 
+@dataclass
 class SupervisedRehearsal:
     """The files and runs of one rehearsal.
 
-    Args:
+    Attributes:
         recipe: path of the recipe.
         config: the recipe, with the user's overrides.
         parallel: the layout to rehearse.
@@ -51,83 +52,73 @@ class SupervisedRehearsal:
         folder: folder of the rehearsal.
         phase: announces and measures a phase.
         say: prints a line.
+        usage: memory and processor time of the runs.
+        omissions: parts of the recipe that the rehearsal leaves out; complete after ``prepare``.
     """
 
-    def __init__(
-        self,
-        recipe: Path,
-        config: SupervisedConfig,
-        parallel: ParallelConfig,
-        known_model: KnownModel,
-        folder: Path,
-        *,
-        phase: Phase,
-        say: Callable[[str], None],
-    ) -> None:
-        self._recipe = recipe
-        self._config = config
-        self._parallel = parallel
-        self._known_model = known_model
-        self._folder = folder
-        self._phase = phase
-        self._say = say
-        self._model = folder / "model"
-        self._run_directory = folder / "run"
-        self.usage = UsageByPhase()
-        self.omissions: list[Omission] = []
-        if known_model.missing:
-            self.omissions.append(Omission("model.hf_checkpoint", known_model.missing))
+    recipe: Path
+    config: SupervisedConfig
+    parallel: ParallelConfig
+    known_model: KnownModel
+    folder: Path
+    phase: Phase
+    say: Callable[[str], None]
+    usage: UsageByPhase
+    omissions: list[Omission] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._model = self.folder / "model"
+        self._run_directory = self.folder / "run"
 
     def prepare(self, path: Path) -> SupervisedConfig:
         """Make the tokenizer, the data, the model and the rehearsal's configuration, and write it to ``path``.
 
         Raises ConfigError and DataError for faults of the recipe.
         """
-        with self._phase("make the tokenizer and the data"):
-            source = self._config.model.hf_checkpoint
+        if self.known_model.missing:
+            self.omissions.append(Omission("model.hf_checkpoint", self.known_model.missing))
+        with self.phase("make the tokenizer and the data"):
+            source = self.config.model.hf_checkpoint
             has_own_tokenizer = has_tokenizer(source)
             self.omissions += shrinking.replaced_trainer_parts(
-                self._config, self._parallel, has_own_tokenizer=has_own_tokenizer
+                self.config, self.parallel, has_own_tokenizer=has_own_tokenizer
             )
-            self.omissions += shrinking.interface_parts(self._config)
+            self.omissions += shrinking.interface_parts(self.config)
             write_tokenizer(self._model, source if has_own_tokenizer else None)
             data = self._data()
             longest = self._longest_sequence([data["train"], *data["evaluation"].values()])
-        with self._phase("make a tiny model and the rehearsal's configuration"):
+        with self.phase("make a tiny model and the rehearsal's configuration"):
             sizes = tiny_sizes.tiny_sizes(
-                self._parallel.sizes,
-                self._known_model.shape,
+                self.parallel.sizes,
+                self.known_model.shape,
                 longest,
-                all_to_all=self._config.megatron.get("cp_comm_type") == "a2a",
+                all_to_all=self.config.megatron.get("cp_comm_type") == "a2a",
             )
             values = tiny_model.tiny_config(
-                self._known_model, sizes, own_tokenizer=has_own_tokenizer
+                self.known_model, sizes, own_tokenizer=has_own_tokenizer
             )
-            count = write_model(
-                self._model, values, self._config.model.dtype, self._config.run.seed
-            )
-            self._say(f"  a random model of {count:,} parameters: {sizes.describe()}")
+            count = write_model(self._model, values, self.config.model.dtype, self.config.run.seed)
+            self.say(f"  a random model of {count:,} parameters: {sizes.describe()}")
             config = self._shrunk(data, longest)
-            check_supervised_config(config, str(self._recipe))
+            check_supervised_config(config, str(self.recipe))
             path.write_text(resolved_yaml(config), encoding="utf-8")
         return config
 
     def _data(self) -> dict[str, Any]:
         """Write rows of the recipe's files, or toy pairs; return the changed keys of ``data``."""
-        folder = self._folder / "problems"
-        folder.mkdir(parents=True, exist_ok=True)
-        paths: dict[str, str] = {}
-        files = {"data.train": self._config.data.train}
-        for name, file in self._config.data.evaluation.items():
-            files[f"data.evaluation.{name}"] = file
-        for number, (key, file) in enumerate(files.items()):
-            path = folder / f"{number}.jsonl"
-            rows = self._rows(key, file, seed=number)
-            path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
-            paths[key] = str(path)
-        train = paths.pop("data.train")
-        evaluation = {key.removeprefix("data.evaluation."): path for key, path in paths.items()}
-        return {"train": train, "evaluation": evaluation}
+        (self.folder / "problems").mkdir(parents=True, exist_ok=True)
+        data = self.config.data
+        evaluation: dict[str, str] = {}
+        for number, (name, file) in enumerate(data.evaluation.items(), start=1):
+            evaluation[name] = self._write_rows(f"data.evaluation.{name}", file, number)
+        return {"train": self._write_rows("data.train", data.train, 0), "evaluation": evaluation}
+
+    def _write_rows(self, key: str, file: str, number: int) -> str:
+        """Write rows of the recipe's ``file``, or toy pairs with the seed ``number``; return the new file's path."""
+        path = self.folder / "problems" / f"{number}.jsonl"
+        rows = self._rows(key, file, seed=number)
+        path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+        return str(path)
 
     def _rows(self, key: str, file: str, seed: int) -> Sequence[Record]:
         fault = data_files(file).fault
@@ -143,7 +134,7 @@ class SupervisedRehearsal:
         return sorted(records, key=lambda record: len(json.dumps(record, default=str)))[:_ROWS]
 
     def _longest_sequence(self, paths: Sequence[str]) -> int:
-        data = self._config.data
+        data = self.config.data
         form = PromptForm(data.apply_chat_template, arguments=data.chat_template_arguments)
         tokenizer = load_tokenizer(self._model)
         longest = 1
@@ -155,8 +146,8 @@ class SupervisedRehearsal:
 
     def _shrunk(self, data: dict[str, Any], longest: int) -> SupervisedConfig:
         """Return the rehearsal's configuration: the recipe with as few changes as a run of minutes needs."""
-        config = self._config
-        parallel = self._parallel
+        config = self.config
+        parallel = self.parallel
         changes = shrinking.trainer_changes(
             config, parallel, self._run_directory, self._model, steps=STEPS
         )
@@ -182,12 +173,12 @@ class SupervisedRehearsal:
 
     def train(self, path: Path) -> list[attempts.RehearsalRun]:
         """Run the configuration until it is stopped, and then to its end. The last run may have failed."""
-        planned_runs: list[attempts.PlannedRun] = []
-        for label, stop_after in (("train and be stopped", 1), ("resume, evaluate, export", None)):
-            phase_of = partial(_phase_of, label)
-            planned_runs.append(attempts.PlannedRun(label, phase_of, stop_after))
+        planned_runs = (
+            attempts.PlannedRun("train and be stopped", lambda _: "train", 1),
+            attempts.PlannedRun("resume, evaluate, export", lambda _: "resume and export"),
+        )
         return attempts.run_planned(
-            planned_runs, path, self._run_directory, self.usage, self._phase, last=STEPS, form=FORM
+            planned_runs, path, self._run_directory, self.usage, self.phase, last=STEPS, form=FORM
         )
 
     def findings(self, config: SupervisedConfig) -> list[VerdictRow]:
@@ -215,8 +206,3 @@ class SupervisedRehearsal:
             VerdictRow("export", "written" if has_export else "none", "written", has_export)
         )
         return rows
-
-
-def _phase_of(label: str, step: int) -> str:
-    """Return the name of a run's phase. A supervised run has one phase for all steps."""
-    return label
