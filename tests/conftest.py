@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_dppo.system.async_runner import AsyncRunner
+
 # torch and numpy read this variable when they are imported. Several test processes share the cores. If each process had
 # a thread for each core, a parallel loop would spin until its last thread gets a core, and cost ten times as much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -68,3 +70,20 @@ def no_process_group_is_left() -> Iterator[None]:
     yield
     distributed = sys.modules.get("torch.distributed")
     assert distributed is None or not distributed.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """Make a process group with this process as its only rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[AsyncRunner]:
+    """Run coroutines on a thread of their own."""
+    with AsyncRunner() as runner:
+        yield runner

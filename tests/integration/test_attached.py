@@ -56,12 +56,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[AsyncRunner]:
-    with AsyncRunner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
 def server(config, runner, tmp_path_factory) -> Iterator[Server]:
     with start_server(config, runner, tmp_path_factory.mktemp("served")) as server:
         yield server

@@ -61,7 +61,6 @@ from megatron_dppo.fleet.record import Keys, Server
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.spec import RunSpec
-from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
 from megatron_dppo.system.scratch import SHARED_MEMORY
 from tests.integration.shared_launcher import shared_runtime
@@ -135,12 +134,6 @@ def test_a_healthy_server_has_answered_with_both_samplings(engine):
     log = engine.log_path.with_suffix(".healthy").read_text()
     assert log.count("Prefill batch") == 2
     assert log.count("Decode batch") <= 2
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[AsyncRunner]:
-    with AsyncRunner() as runner:
-        yield runner
 
 
 @pytest.fixture(scope="module")

@@ -62,12 +62,6 @@ def fleet(config) -> Iterator[KeptFleet]:
         yield kept
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[AsyncRunner]:
-    with AsyncRunner() as runner:
-        yield runner
-
-
 class CountingClient(FleetClient):
     """Counts the answers to each request."""
 

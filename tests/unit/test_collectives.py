@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.trainer.collectives import on_every_rank
 
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize(

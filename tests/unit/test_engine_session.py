@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory
@@ -32,13 +31,7 @@ from tests.patience import own_patience
 from tests.unit.small_fleet import KEYS, SmallServer
 from tests.unit.test_engine_checksums import model_shape
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def spec_of(config: TrainConfig) -> RunSpec:

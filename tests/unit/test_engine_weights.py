@@ -87,12 +87,6 @@ def engine() -> Iterator[Engine]:
     server.server_close()
 
 
-@pytest.fixture
-def runner() -> Iterator[AsyncRunner]:
-    with AsyncRunner() as runner:
-        yield runner
-
-
 class Control:
     """EngineWeights with blocking methods: each call waits for its coroutine."""
 

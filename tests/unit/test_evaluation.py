@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig, TrainConfig
@@ -36,16 +35,10 @@ from megatron_dppo.rewards.verifier import Score, VerifierError
 from tests.generations import RecordedStarts
 from tests.unit.config_files import minimal
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 EXACT = RewardConfig(name="exact_integer")
 TOPOLOGY: Any = SimpleNamespace(is_leader=True, dp_rank=0, dp_size=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def response(problem: Problem, sample: int, text: str, version: int = 0, **how: Any) -> Trajectory:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -75,12 +75,6 @@ class Fleet:
         for server in [*self.servers, *([self.router] if self.router else [])]:
             server.silent = False
             await server.die()
-
-
-@pytest.fixture
-def runner() -> Iterator[AsyncRunner]:
-    with AsyncRunner() as runner:
-        yield runner
 
 
 def requests(count: int) -> list[GenerationRequest]:

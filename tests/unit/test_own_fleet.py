@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,6 @@ class WordServer(SmallServer):
 
     def _answer(self, token: int, *, aborted: bool = False) -> dict:
         return super()._answer(token, aborted=aborted) | {"text": self.words[token].pop(0)}
-
-
-@pytest.fixture
-def runner() -> Iterator[AsyncRunner]:
-    runner = AsyncRunner()
-    yield runner
-    runner.close()
 
 
 def scored(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_dppo.config.schema import CheckpointConfig, RunConfig
 from megatron_dppo.loop.resuming import resume
@@ -22,15 +21,9 @@ from megatron_dppo.trainer.checkpoint.directory import (
 )
 from tests.messages import mentioning, mentions
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 IDENTITY = {"run.seed": 1}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Store:

@@ -4,14 +4,13 @@ in a saved batch."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.numpy import load, save
 
@@ -25,18 +24,12 @@ from megatron_dppo.loop.rollout_sources import BatchSeals, RolloutBatch
 from tests.messages import mentions
 from tests.trajectories import same
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 STEP, GROUP = 3, 2
 PROBLEMS = {i: Problem(i, f"prompt {i}", str(i), (1, 5 + i)) for i in range(40)}
 SAMPLING = SamplingParams(4)
 ORIGIN = Origin(SAMPLING.as_json(), "template", GROUP, PROBLEMS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def response(step: int, problem: int, sample: int, sampling: SamplingParams) -> Trajectory:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from megatron_dppo.data.response_frames import ScoredResponse
 from megatron_dppo.data.sampling import ProblemSampler, ReturningSampler
@@ -20,15 +18,9 @@ from megatron_dppo.loop.scorer import PendingScore
 from megatron_dppo.loop.spool import OwnShare, ResponseSpool, settings_of_responses
 from megatron_dppo.rewards.verifier import Score
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 PROBLEMS = [Problem(number, "p", "1", (number, 1)) for number in (7, 8)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def spool_in(folder: Path) -> ResponseSpool:

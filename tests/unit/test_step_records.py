@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import SavedBatch
@@ -23,6 +21,8 @@ from megatron_dppo.metrics.records import encode_record, read_records
 from megatron_dppo.metrics.summary import RunInfo
 from tests.unit.config_files import minimal
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 ROWS = {
     0: {"evaluation/sums/accuracy": 0.25},
     1: {"time/train_s": 1.0},
@@ -31,14 +31,6 @@ ROWS = {
     4: {"time/train_s": 4.0, "evaluation/sums/accuracy": 0.75},
     5: {"time/train_s": 5.0},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def write_rows(directory: Path, last_step: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.config.schema import AlgorithmConfig
@@ -25,13 +24,7 @@ from megatron_dppo.metrics.samples import Sample, console_lines, one_line, short
 from megatron_dppo.rewards import find_reward
 from megatron_dppo.rewards.verifier import Score
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def trajectory(
@@ -200,7 +193,7 @@ def test_the_reason_of_a_reward(reward: str, response: str, score: float, reason
 def test_a_long_right_answer_is_recognised_although_it_is_shortened() -> None:
     answer = "1" * 100
     reason = find_reward("math_verify").reason(f"Answer: {answer}", answer, 0.0)
-    assert reason == f"'{answer[:80]}...' is right, but the check ended without a score"
+    assert reason == f"'{answer[:77]}...' is right, but the check ended without a score"
 
 
 def test_a_reason_is_found_at_once_in_a_response_made_to_be_slow() -> None:
