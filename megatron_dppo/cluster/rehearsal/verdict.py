@@ -59,6 +59,7 @@ def features(config: TrainConfig) -> list[str]:
         "colocation": config.engine.placement == "colocated",
         "dynamic filtering": rollout.drop_zero_variance_groups,
         "reference KL": config.algorithm.reference_kl > 0,
+        f"teacher ({config.distillation.loss})": bool(config.distillation.teachers),
     }
     return [part for part in is_used if is_used[part]]
 
