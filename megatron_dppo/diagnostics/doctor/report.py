@@ -40,6 +40,7 @@ from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.spec import ModelSpec
 
@@ -205,13 +206,16 @@ class Doctor:
         try:
             data = RunData(self._config)
             origin = data.origin()
+        except (DataError, OSError) as error:
+            self._unexamined["prompts"] = str(error)
+            if self._config.distillation.teachers:
+                self._unexamined["teachers"] = str(error)
+        else:
             prompt_faults = sampling_evidence.prompt_faults(self._batch, origin)
             if origin.makes_prompts:
                 self._unexamined["prompts"] = "the environment makes them"
             if self._config.distillation.teachers:
                 diagnoses += self._diagnose_teachers(data)
-        except (DataError, OSError) as error:
-            self._unexamined["prompts"] = str(error)
         return DoctorReport(
             batch=self._batch,
             diagnoses=diagnoses,
@@ -261,8 +265,13 @@ class Doctor:
 
     def _diagnose_teachers(self, data: RunData) -> list[Diagnosis]:
         """Compare the teachers' scores of the batch, saved and by servers that answer now, with their checkpoints."""
+        try:
+            cases = teachers.teacher_cases(self._config, data, self._batch)
+        except (DataError, ModelError, OSError) as error:
+            self._unexamined["teachers"] = str(error)
+            return []
         diagnoses: list[Diagnosis] = []
-        for case in teachers.teacher_cases(self._config, data, self._batch):
+        for case in cases:
             known_weights = KnownWeights({0: case.folder}, case.folder, case.folder)
             doctor = Doctor(case.config, case.batch, known_weights)
             try:

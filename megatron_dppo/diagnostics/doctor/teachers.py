@@ -96,8 +96,8 @@ class TeacherCase:
 
 def teacher_cases(
     config: TrainConfig, data: RunData, batch: Sequence[Trajectory]
-) -> Iterator[TeacherCase]:
-    """Yield each teacher that has responses with a token. Raises DataError."""
+) -> list[TeacherCase]:
+    """Return the case of each teacher that has responses with a token. Raises DataError, ModelError and OSError."""
     prompts = TeacherPrompts(config, data)
     problems = {problem.problem_id: problem for problem in data.train.problems}
     seen_by: dict[str, dict[int, Trajectory]] = {}
@@ -107,7 +107,9 @@ def teacher_cases(
             seen = seen_by.setdefault(prompts.teacher_of(problem), {})
             # The recorded experts are the policy's.
             seen[position] = prompts.seen(problem, response).without("routed_experts")
+    cases: list[TeacherCase] = []
     for name, seen in seen_by.items():
         shape = load_model_shape(config.distillation.teachers[name].hf_checkpoint)
         serving = serving_config(config, name, shape)
-        yield TeacherCase(name, serving, list(seen), list(seen.values()))
+        cases.append(TeacherCase(name, serving, list(seen), list(seen.values())))
+    return cases

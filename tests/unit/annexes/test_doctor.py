@@ -25,7 +25,12 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from megatron_dppo.config.loading import resolved_yaml
-from megatron_dppo.config.schema import ParallelConfig, TrainConfig
+from megatron_dppo.config.schema import (
+    DistillationConfig,
+    ParallelConfig,
+    TeacherConfig,
+    TrainConfig,
+)
 from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.problems import Problem
 from megatron_dppo.data.seal import Origin
@@ -644,6 +649,11 @@ def test_what_was_not_examined_is_not_said_to_be_well(run, tmp_path):
         **{**vars(run), "config": run.config.model_copy(update={"lora": lora})}
     )
     assert "dropout" in examine(adapted, run.batch, tmp_path).unexamined["trainer"]
+    section = DistillationConfig(teachers={"far": TeacherConfig(hf_checkpoint=str(run.start))})
+    taught = SimpleNamespace(
+        **{**vars(run), "config": run.config.model_copy(update={"distillation": section})}
+    )
+    assert "unused.jsonl" in examine(taught, run.batch[:2], tmp_path).unexamined["teachers"]
 
 
 def test_without_a_step_the_last_batch_whose_weights_are_there_is_examined():
