@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from megatron_dppo.config import ConfigError, TrainConfig, check_config, load_config
 from megatron_dppo.config.layout import missing_weights
 from megatron_dppo.launch.arguments import add_config_arguments
-from megatron_dppo.logging import INTERRUPTED, aligned, configure_logging, fatal
+from megatron_dppo.logging import INTERRUPTED, LOGS_FOLDER, aligned, configure_logging, fatal
 from megatron_dppo.metrics.records import SAMPLES_FILE
 from megatron_dppo.own_fleet import OwnFleet, own_fleet, own_fleet_faults
 from megatron_dppo.spec import RunSpec
@@ -205,7 +205,7 @@ def _evaluate(
                 outputs[checkpoint].append({**output, "generator": checkpoint})
 
         for number, checkpoint in enumerate(checkpoints):
-            folder = out / "logs" / f"{number}"
+            folder = out / LOGS_FOLDER / f"{number}"
             evaluated = _Checkpoint(config, checkpoint, folder, data, scorer, keep)
             results[checkpoint] = evaluated.results()
             _write_report(out / REPORT, results, pass_reward)

@@ -23,6 +23,8 @@ from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
 PACKAGE = "megatron_dppo"
+LOGS_FOLDER = "logs"
+"""Folder of the logs in the folder of a run."""
 TERMINAL_VARIABLE = "MEGATRON_DPPO_TERMINAL"
 """Variable of rank 0 with the number of the descriptor of the user's terminal (or pipe)."""
 REFUSED = 2
@@ -237,7 +239,7 @@ def configure_logging(directory: str | Path | None, rank: int | None = 0) -> Non
         )
         handlers.append(console_handler)
     if directory is not None:
-        path = Path(directory) / "logs" / f"{process}.log"
+        path = Path(directory) / LOGS_FOLDER / f"{process}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         _own_failure_mark = None
         if rank is not None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_dppo.config import ConfigError, TrainConfig, load_config, resolved_yaml
 from megatron_dppo.config.layout import missing_weights
 from megatron_dppo.launch.arguments import add_config_arguments
-from megatron_dppo.logging import INTERRUPTED, configure_logging, fatal
+from megatron_dppo.logging import INTERRUPTED, LOGS_FOLDER, configure_logging, fatal
 from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER
 from megatron_dppo.own_fleet import OwnFleet, own_fleet, own_fleet_faults
 from megatron_dppo.spec import RunSpec
@@ -92,7 +92,7 @@ def _generate(config: TrainConfig, spec: RunSpec, out: Path) -> int:
     from megatron_dppo.loop.run_parts import generation_job, open_episodes
     from megatron_dppo.loop.scorer import Scorer
 
-    (out / "logs").mkdir(parents=True, exist_ok=True)
+    (out / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
     configure_logging(out, None)
     data = RunData(config)
     data.refuse_or_drop(data.bad_answers())
@@ -102,7 +102,7 @@ def _generate(config: TrainConfig, spec: RunSpec, out: Path) -> int:
         if episodes is not None:
             stack.callback(episodes.pool.close)
         scorer = stack.enter_context(Scorer.of(config, data))
-        fleet = stack.enter_context(own_fleet(config, spec, out / "logs"))
+        fleet = stack.enter_context(own_fleet(config, spec, out / LOGS_FOLDER))
         job = generation_job(config, data, spec, episodes)
         batches = _Batches(config, data, fleet, scorer, job, out)
         for step in batches.remaining():

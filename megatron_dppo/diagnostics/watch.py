@@ -31,7 +31,7 @@ from aiohttp import web
 
 from megatron_dppo.diagnostics.pages import render_page
 from megatron_dppo.diagnostics.samples import KINDS
-from megatron_dppo.fleet.record import FleetRecord
+from megatron_dppo.fleet.record import ENGINE_FOLDER, FleetRecord
 from megatron_dppo.launch.logs import important_lines
 from megatron_dppo.launch.run_state import require_run, state_text
 from megatron_dppo.logging import fatal
@@ -254,7 +254,7 @@ class RunView:
         return [[texts[i], i, raised[i], lowered[i]] for i, _ in most_masked]
 
     def _fleet(self) -> Json:
-        if not (self.directory / "engine").is_dir():
+        if not (self.directory / ENGINE_FOLDER).is_dir():
             return {"version": None, "servers": []}
         try:
             record = FleetRecord(self.directory)

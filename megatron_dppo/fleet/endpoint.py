@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.fleet.record import (
     ADMIN_KEY_VARIABLE,
+    ENGINE_FOLDER,
     FleetRecord,
     Json,
     Keys,
@@ -270,7 +271,7 @@ def record_of_command(run_directory: str) -> FleetRecord | RecordClient:
 
     Raises ValueError if the run is running and its registry can't be reached from here.
     """
-    endpoint = EndpointAddress.read(Path(run_directory) / "engine" / "endpoint.json")
+    endpoint = EndpointAddress.read(Path(run_directory) / ENGINE_FOLDER / "endpoint.json")
     if endpoint is None:
         return FleetRecord(run_directory, runs=False)
     address = urlsplit(endpoint.url)

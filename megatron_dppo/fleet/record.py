@@ -39,6 +39,8 @@ from megatron_dppo.system.network import url_fault
 
 log = logging.getLogger(__name__)
 
+ENGINE_FOLDER = "engine"
+"""Folder of the registry in the folder of a run."""
 ROUTER = "router"
 """Name of the router in the registry."""
 NOT_EXAMINED = "not yet examined"
@@ -129,7 +131,7 @@ class FleetRecord:
         *,
         runs: bool = True,
     ) -> None:
-        self.path = Path(run_directory) / "engine"
+        self.path = Path(run_directory) / ENGINE_FOLDER
         private_files.make_private_folder(self.path)
         self._file = self.path / "fleet.json"
         self._fence = fence or _no_fence

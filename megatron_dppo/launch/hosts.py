@@ -281,7 +281,7 @@ class RemoteRanks(HostRanks):
     def _commands(self, node: int, environment: Mapping[str, str]) -> list[RemoteCommand]:
         """Return the commands of a host: a single command that forks all its ranks, or a command for each rank."""
         per_host = self._placement.ranks_per_host
-        logs = self._directory.path.absolute() / "logs"
+        logs = self._directory.logs.absolute()
         plain, secrets = split_environment({**environment, **self._shell.variables})
         if self._forks:
             words = node_command(self._command, per_host, logs)
@@ -296,7 +296,7 @@ class RemoteRanks(HostRanks):
         return commands
 
     def _node_output(self, node: int) -> Path:
-        return self._directory.path / "logs" / f"node{node}.out"
+        return self._directory.logs / f"node{node}.out"
 
     def _failure(self, node: int, code: int) -> RankFailure:
         """Return the failure of a host whose shell ended with ``code``.

@@ -70,7 +70,7 @@ def run_local(config: PolicyConfig, spec: RunSpec | None, module: str, machine: 
         log.info(
             "starting %s; their logs are in %s",
             describe_processes(roles.servers + roles.teacher_servers, ranks),
-            directory.path / "logs",
+            directory.logs,
         )
         host = _master_host(config.parallel.interface)
         port = _pinned_master_port(host)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.launch.run_state import require_run
-from megatron_dppo.logging import fatal
+from megatron_dppo.logging import LOGS_FOLDER, fatal
 from megatron_dppo.system.arguments import positive_count
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import tail
@@ -31,7 +31,7 @@ def log_lines(directory: Path, name: str | None, count: int) -> list[str]:
     ``name`` None: the logs of supervisor and rank 0, merged by time. If no log begins with ``name``, raises LaunchError
     with the names of the existing logs.
     """
-    folder = directory / "logs"
+    folder = directory / LOGS_FOLDER
     if name is None:
         return merged([folder / file for file in _MAIN_LOGS], count)
     # No digit may follow: the name rank1 does not stand for rank12.
@@ -49,7 +49,7 @@ def important_lines(directory: Path, count: int) -> list[str]:
 
     Python's warnings for authors of libraries are left out.
     """
-    lines = merged([directory / "logs" / file for file in _MAIN_LOGS], _LINES_READ)
+    lines = merged([directory / LOGS_FOLDER / file for file in _MAIN_LOGS], _LINES_READ)
     return [line for line in lines if _is_important(line)][-count:]
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
-from megatron_dppo.fleet.record import FleetRecord
+from megatron_dppo.fleet.record import ENGINE_FOLDER, FleetRecord
 from megatron_dppo.launch.placement import LaunchError
-from megatron_dppo.logging import say
+from megatron_dppo.logging import LOGS_FOLDER, say
 from megatron_dppo.metrics import records
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.files import remove_unfinished, with_hash, write_atomically
@@ -46,13 +46,18 @@ class RunDirectory:
         self.lease = Lease(self.path, say)
         self._fleet: FleetRecord | None = None
 
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs of all processes."""
+        return self.path / LOGS_FOLDER
+
     def rank_output(self, rank: int) -> Path:
-        return self.path / "logs" / f"rank{rank}.out"
+        return self.logs / f"rank{rank}.out"
 
     @property
     def step_messages(self) -> Path:
         """File with the messages of the srun command that runs the ranks."""
-        return self.path / "logs" / "ranks.srun"
+        return self.logs / "ranks.srun"
 
     @property
     def stop_file(self) -> Path:
@@ -61,7 +66,7 @@ class RunDirectory:
 
     def server_log(self, name: str, incarnation: int) -> Path:
         """Return the file with the output of the ``incarnation``-th start of a server, counted from 1."""
-        return self.path / "logs" / f"{name}-{incarnation}.log"
+        return self.logs / f"{name}-{incarnation}.log"
 
     @property
     def fleet(self) -> FleetRecord:
@@ -70,8 +75,8 @@ class RunDirectory:
 
     def __enter__(self) -> RunDirectory:
         try:
-            (self.path / "logs").mkdir(parents=True, exist_ok=True)
-            make_private_folder(self.path / "engine")
+            self.logs.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.path / ENGINE_FOLDER)
             self.lease.take()
             write_atomically(self.path / records.START_FOLDER_FILE, f"{os.getcwd()}\n")
         except LeaseError as error:

@@ -311,7 +311,7 @@ class SrunRanks(HostRanks):
         self._ranks_per_task = placement.ranks_per_host if forks else 1
         # With ``forks``, a task forks all ranks of a node. Otherwise a task is a rank.
         output_prefix = "node" if forks else "rank"
-        logs = directory.path / "logs"
+        logs = directory.logs
         if forks:
             command = node_command(command, self._ranks_per_task, logs)
         self._command = form.command(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.fleet.record import FleetRecord
+from megatron_dppo.fleet.record import ENGINE_FOLDER, FleetRecord
 from megatron_dppo.launch.attempts import RUNNING, VANISHED, Attempt, AttemptBook
 from megatron_dppo.launch.logs import important_lines
 from megatron_dppo.launch.run_state import describe_state, require_run, run_state
@@ -112,7 +112,7 @@ def _held_out(records: Sequence[Record]) -> list[str]:
 
 
 def _servers(directory: Path, *, is_running: bool) -> Iterator[str]:
-    if not is_running or not (directory / "engine").is_dir():
+    if not is_running or not (directory / ENGINE_FOLDER).is_dir():
         return
     record = FleetRecord(directory)
     states = record.status().get("servers", {})

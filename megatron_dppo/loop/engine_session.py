@@ -27,6 +27,7 @@ from megatron_dppo.fleet.endpoint import RecordClient
 from megatron_dppo.fleet.generation import Generation, GenerationEnd, GenerationJob, OnResponse
 from megatron_dppo.fleet.record import Server
 from megatron_dppo.fleet.suspects import Suspect
+from megatron_dppo.logging import LOGS_FOLDER
 from megatron_dppo.loop.ending import RunStoppedError
 from megatron_dppo.loop.engine_connections import EngineConnections, open_record
 from megatron_dppo.loop.failure_limits import FailureLimits
@@ -113,7 +114,7 @@ class EngineSession:
         record, endpoint = open_record(config.run.directory, config.parallel.interface, rank)
         self._rank = rank
         self._place_of = place_of or _unknown_place
-        self._logs = Path(config.run.directory) / "logs"
+        self._logs = Path(config.run.directory) / LOGS_FOLDER
         self._access = ServerAccess(config, spec.model, spec.servers)
         self._connections = EngineConnections(
             config,

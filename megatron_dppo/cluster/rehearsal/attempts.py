@@ -21,7 +21,7 @@ from megatron_dppo.cluster.rehearsal.usage import UsageByPhase, usage_of
 from megatron_dppo.config import TrainConfig
 from megatron_dppo.demo.material import INTERRUPTED_CODES, run_to_the_end
 from megatron_dppo.launch import forked_ranks
-from megatron_dppo.logging import INTERRUPTED
+from megatron_dppo.logging import INTERRUPTED, LOGS_FOLDER
 from megatron_dppo.metrics.records import last_step
 from megatron_dppo.system.fork_server import SharedForkServers
 from megatron_dppo.system.processes import describe_exit
@@ -220,7 +220,7 @@ def run_attempt(
     """
     watch = _Watch(directory, phase_of, stop_after, usage, form.stop_signal)
     servers = form.fork_servers
-    log = directory / "logs" / "supervisor.log"
+    log = directory / LOGS_FOLDER / "supervisor.log"
     log_size_before = log.stat().st_size if log.is_file() else 0
     start_time = time.monotonic()
     cpu_before = _cpu_of_children() + servers.cpu_seconds()

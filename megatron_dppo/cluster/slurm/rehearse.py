@@ -25,7 +25,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.placement import Allocation, Host, place
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.stops import StopRequests
-from megatron_dppo.logging import configure_logging
+from megatron_dppo.logging import LOGS_FOLDER, configure_logging
 from megatron_dppo.system.secret_variables import hide_secrets
 
 MODULE = "megatron_dppo.cluster.rehearsal"
@@ -95,7 +95,7 @@ class _RehearsalSetup:
         return self._step("prepare", prepare, hosts[:1])
 
     def _step(self, name: str, command: Sequence[str], hosts: Sequence[Host]) -> int:
-        output = self.recipe.parent / "logs" / f"{name}.out"
+        output = self.recipe.parent / LOGS_FOLDER / f"{name}.out"
         code = self.steps.run(name, command, hosts, output, tolerant=True, needs_keys=True)
         if output.is_file():
             print(output.read_text(errors="replace"), end="", flush=True)

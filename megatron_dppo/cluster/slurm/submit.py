@@ -43,7 +43,7 @@ from megatron_dppo.launch.placement import (
 from megatron_dppo.launch.run_state import UNKNOWN, job_state
 from megatron_dppo.launch.slurm_client import SlurmError, slurm
 from megatron_dppo.launch.srun import literal
-from megatron_dppo.logging import say
+from megatron_dppo.logging import LOGS_FOLDER, say
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.spec import Roles
 from megatron_dppo.system.files import folder_fault, unused_path, with_hash, write_atomically
@@ -574,7 +574,7 @@ def follow(directory: Path, job: str) -> int:
 
     Ctrl-C ends this function and leaves the job as it is.
     """
-    output = directory / "logs" / f"slurm-{job}.out"
+    output = directory / LOGS_FOLDER / f"slurm-{job}.out"
     shown_bytes = 0
     print(f"its output follows; Ctrl-C leaves the job running and {output} has it\n", flush=True)
     has_ended = False
@@ -611,7 +611,7 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> str:
     """Save the configuration in the run's directory, submit the job, and return its id."""
     directory = submission.directory
     command = submission.command(flags)
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    (directory / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
     write_atomically(directory / CONFIG_FILE, with_hash(resolved_yaml(submission.config)))
     write_atomically(directory / SITE_FILE, resolved_yaml(submission.site))
     print(f"configuration: {directory / CONFIG_FILE}, {directory / SITE_FILE}")

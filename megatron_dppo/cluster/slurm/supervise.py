@@ -220,7 +220,7 @@ class Steps:
 
         Return None if they pass, else the run's outcome.
         """
-        path = self.directory.path / "logs" / "check.out"
+        path = self.directory.logs / "check.out"
         command = [*rank_command(MODULE, self.directory, self.python), CHECK]
         code = self.run("check", command, [host], path, tolerant=False, needs_keys=True)
         if code == 0:
@@ -244,7 +244,7 @@ class Steps:
         command += [f"--evidence={folder}", f"--gpus={needs.gpus}", f"--nodes={len(job.hosts)}"]
         command += [f"--port={port}" for port in needs.ports]
         command += [f"--skip={name}" for name in skipped]
-        output = self.directory.path / "logs" / "preflight.out"
+        output = self.directory.logs / "preflight.out"
         log.info("preflight on %d nodes", len(job.hosts))
         self.run("preflight", command, job.hosts, output, tolerant=True, needs_keys=False)
         # A stop ends the step, and then missing evidence is not the node's fault.
