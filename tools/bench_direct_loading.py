@@ -7,7 +7,7 @@ SGLang's own command. Prints, for one verified update, the median processor seco
 processes and of the trainer. Without a checkpoint, the weights are 18,867 small random tensors with
 the names of Qwen3-30B-A3B.
 
-    python tools/bench_direct_loading.py [HF_CHECKPOINT] [--strategy distributed] [--rounds 5]
+    python tools/bench_direct_loading.py [HF_CHECKPOINT] [--strategy tensor] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def bench(folder: Path, rounds: int, strategy: str) -> None:
     with tempfile.TemporaryDirectory() as scratch, AsyncRunner() as runner:
         try:
             loaders = dict(LOADERS)
-            if strategy == "shards":
+            if strategy == "distributed":
                 # SGLang's own loader needs whole tensors.
                 del loaders["SGLang's loader"]
             for number, (name, kind) in enumerate(loaders.items()):
@@ -157,7 +157,7 @@ def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, nargs="?", help="a Hugging Face folder")
-    parser.add_argument("--strategy", choices=["shards", *STRATEGIES], default="distributed")
+    parser.add_argument("--strategy", choices=list(STRATEGIES), default="tensor")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if options.checkpoint is not None:

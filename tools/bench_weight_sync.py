@@ -8,7 +8,7 @@ medians by phase, the cost of the checksums, s/GB, and the metrics that a run re
 With ``--lora-rank`` the trainer has adapters. Updates of merged weights (by the strategy) alternate
 with updates of only the adapters. All updates are verified, without a canary.
 
-    python tools/bench_weight_sync.py HF_CHECKPOINT [--strategy shards] [--rounds 9]
+    python tools/bench_weight_sync.py HF_CHECKPOINT [--strategy distributed] [--rounds 9]
         [--bucket-mib 64] [--network-gb-per-s 50] [--lora-rank 32 [--lora-modules all-linear]]
 """
 
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
 from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.gather_plan import Bucket, ParameterKey, hf_buckets_plan
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import local_parameters
-from megatron_dppo.model.quantization import Rounding
+from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.spec import RunSpec, read_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
@@ -47,6 +43,7 @@ from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
 from megatron_dppo.weight_sync.adapters import AdapterUpdater
 from megatron_dppo.weight_sync.engines import OpenEngine
+from megatron_dppo.weight_sync.one_rank import OneRankWeights
 from megatron_dppo.weight_sync.strategies import STRATEGIES
 from megatron_dppo.weight_sync.transaction import UpdateReport, WeightUpdater
 
@@ -54,67 +51,14 @@ ADMIN_KEY = "bench"
 TIMEOUT_S = 600.0
 
 
-class Weights:
+class Weights(OneRankWeights):
     """A checkpoint in memory, in the layout of a trainer with one rank."""
 
-    rank = 0
-    layout = Layout()
-
     def __init__(self, folder: Path) -> None:
-        self.shape = load_model_shape(folder)
-        self.vocab_size = self.shape.vocab_size
-        self.num_layers = self.shape.num_layers
-        self.is_routed = self.shape.is_moe
-        self.rounds_as_engines = False
-        self._values: dict[ParameterKey, Tensor] = {}
-        self._buffers = Buffers()
+        shape = load_model_shape(folder)
         with SafetensorsReader(folder) as reader:
-            for parameter in local_parameters(self.shape, Layout(), 0):
-                parts = [
-                    (s, reader.read(s.hf_name, s.dim, s.hf_start, s.length))
-                    for s in parameter.segments
-                ]
-                local = torch.zeros(parameter.shape, dtype=parts[0][1].dtype)
-                for segment, part in parts:
-                    segment.of_local(local).copy_(part)
-                self._values[parameter.chunk, parameter.name] = local
-        self.dtype = next(iter(self._values.values())).dtype
-        self.dtype_name = str(self.dtype).removeprefix("torch.")
-        self.bytes = sum(t.nbytes for t in self._values.values())
-
-    def plan(self, bucket_bytes: int, *, spread: bool) -> list[Bucket]:
-        """Plan of all weights in buckets."""
-        item = self.dtype.itemsize
-        return hf_buckets_plan(self.shape, Layout(), bucket_bytes, item, spread=spread)
-
-    def values(self) -> dict[ParameterKey, Tensor]:
-        """The tensors."""
-        return self._values
-
-    def all_max(self, values: Tensor) -> Tensor:
-        """The maximum over all ranks. There is one rank."""
-        return values
-
-    def gather(self, plan: Sequence[Bucket]) -> Iterator[Gathered]:
-        """Gather the buckets as a trainer does."""
-        return gather(plan, 0, self._values, self._buffers)
-
-    def held_update(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
-    def bytes_between_nodes(self, plan: Sequence[Bucket]) -> int:
-        """Bytes that leave the node to be gathered: 0."""
-        return 0
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks. There is one rank."""
-        return [value]
-
-    def score(
-        self, prompts: Sequence[Sequence[int]], *, rounding: Rounding | None = None
-    ) -> list[list[float]]:
-        """Not available: there is no model, so the canary is off."""
-        raise ValueError("this source holds weights only")
+            tensors = {name: reader.read(name) for name in hf_tensors(shape)}
+        super().__init__(shape, tensors)
 
 
 def run_config(folder: Path, dtype: str, lora: dict[str, Any]) -> TrainConfig:
@@ -322,7 +266,7 @@ def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, nargs="?", help="a Hugging Face folder")
-    parser.add_argument("--strategy", choices=["shards", *STRATEGIES], default="distributed")
+    parser.add_argument("--strategy", choices=list(STRATEGIES), default="distributed")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument(

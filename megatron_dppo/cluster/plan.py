@@ -244,11 +244,10 @@ def _data(plan: RunPlan) -> Table:
     table = figures_table("Transfers", "what", "bytes", "seconds")
     if plan.engine is not None:
         table.add_row(
-            "a weight update, to each engine GPU",
-            gb(traffic.update),
-            f"{traffic.update_seconds:.1f} ({traffic.buckets} bucket{'s' if traffic.buckets > 1 else ''})",
+            "a weight update, to the busiest engine GPU",
+            gb(traffic.received),
+            f"{traffic.update_seconds:.1f} ({traffic.messages} message{'s' if traffic.messages > 1 else ''})",
         )
-        table.add_row("gathered between trainer ranks before it", gb(traffic.gathered), "included")
     table.add_row("a checkpoint", gb(traffic.checkpoint), f"{traffic.checkpoint_seconds:.0f}")
     table.add_row(
         "a restart after a rank's death: the checkpoint, read by all ranks",
@@ -481,13 +480,22 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 
 
 def _weights(question: Question, options: argparse.Namespace) -> int:
-    """Print the plan of a weight update's buckets for all ranks.
+    """Print the plan of a weight update's messages for all ranks.
 
-    The returned exit code is 2 if the plan has problems, for example an element that no rank sends.
+    The returned exit code is 2 if the plan has problems, for example an element that does not arrive.
     """
     if faults := question.layout_faults():
         raise ConfigError(faults, options.recipe)
-    plan = weight_plan(question.facts(), question.cluster.gpus_per_node)
+    facts = question.facts()
+    if not facts.sends_shards:
+        strategy = facts.config.weight_sync.strategy
+        raise ConfigError(
+            [
+                f"--weights: got weight_sync.strategy {strategy}, which sends whole tensors; expected distributed"
+            ],
+            options.recipe,
+        )
+    plan = weight_plan(facts)
     if options.json:
         print(json.dumps(asdict(plan), indent=1))
     else:
@@ -666,7 +674,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--weights",
         action="store_true",
-        help="only a weight update's plan of buckets, for every rank",
+        help="only the plan of a weight update from shard to shard",
     )
     parser.add_argument(
         "--png", type=file_to_write, metavar="FILE", help="draw every GPU's memory by part"

@@ -754,7 +754,7 @@ def _colocation(
             "engine.servers: got 0 with engine.placement colocated, expected at least 1: servers that are attached "
             "later share no device with the trainer"
         )
-    if engine.device == "cuda" and strategy in ("distributed", "shards"):
+    if engine.device == "cuda" and strategy == "distributed":
         yield (
             f"weight_sync.strategy: got {strategy} with engine.placement colocated, expected tensor or disk: NCCL "
             "takes no two ranks on one GPU"

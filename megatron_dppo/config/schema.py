@@ -490,14 +490,9 @@ class EngineConfig(Section):
 class WeightSyncConfig(Section):
     """Weight updates from trainer to engines."""
 
-    strategy: Literal["distributed", "shards", "tensor", "disk"] = "distributed"
-    """``distributed``: broadcasts over NCCL or gloo. ``shards``: over NCCL or gloo, to each engine rank only what it
-    keeps. ``tensor``: memory that trainer and engines share on one host. ``disk``: a folder that the engines read.
-    """
-    senders: Literal["holders", "nodes"] | None = None
-    """Ranks that send with ``distributed`` and ``tensor``. ``holders``: the rank that holds most of a tensor.
-    ``nodes``: one rank on the node of this holder, so engines join fewer groups. Empty: ``nodes`` on GPUs, else
-    ``holders``.
+    strategy: Literal["distributed", "tensor", "disk"] = "distributed"
+    """``distributed``: over NCCL or gloo, to each engine rank only what it keeps. ``tensor``: memory that trainer and
+    engines share on one host. ``disk``: a folder that the engines read.
     """
     bucket_mib: int = Field(default=512, gt=0, le=2**20)
     """MiB of weights in one message."""
@@ -522,7 +517,7 @@ class WeightSyncConfig(Section):
     engines on the trainer's host.
     """
     timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time of one request to an engine: to load a bucket (``shards``: all weights), to hash, to become idle."""
+    """Longest time of one request to an engine: to receive all weights (``tensor``: a bucket), to hash, to be idle."""
 
 
 class EvaluationConfig(Section):

@@ -566,7 +566,7 @@ def register() -> None:
     hooks.register(BEGUN, begin_update, "after")
     hooks.register(ENDED, end_update, "around")
     hooks.register(FOLDER, read_folder_directly, "before")
-    hooks.register(RECEIVED, receive_bucket, "around")
+    hooks.register(RECEIVED, receive_shards, "around")
     hooks.register(SHARED, load_shared_bucket, "around")
 
 
@@ -619,7 +619,7 @@ def read_folder_directly(updater: Any, model_path: str, *_: Any, **options: Any)
         loader.read_next_from(Path(model_path))
 
 
-def receive_bucket(
+def receive_shards(
     original: Callable[..., Any],
     updater: Any,
     *,
@@ -628,26 +628,12 @@ def receive_bucket(
     shapes: Sequence[Sequence[int]],
     group_name: str,
 ) -> Any:
-    """Receive the flat bytes of a broadcast bucket; SGLang would return its tensors one by one."""
-    import torch
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    if names[0] == SHARDS:
-        from megatron_dppo.engine.shards import IncomingShards
-
-        # The DirectLoader receives the weights: it knows their places.
-        return IncomingShards(names[1], updater._model_update_group[group_name], group_name)
-    if not places_directly(updater.get_model()):
+    """Return an update in shards, which the DirectLoader receives: it knows the places. SGLang receives all else."""
+    if names[0] != SHARDS:
         return original(updater, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name)
-    types = [dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype) for dtype in dtypes]
-    size = 0
-    for dims, dtype in zip(shapes, types, strict=True):
-        size += math.prod(dims) * dtype.itemsize
-    # On a CPU this call reuses the memory of the previous bucket (``sglang_cpu/received_buckets.py``).
-    received = FlattenedTensorBucket.empty(["bytes"], ["uint8"], [[size]], updater.device)
-    data = received.get_flattened_tensor()
-    torch.distributed.broadcast(data, src=0, group=updater._model_update_group[group_name])
-    return ReceivedBucket(names, types, shapes, data)
+    from megatron_dppo.engine.shards import IncomingShards
+
+    return IncomingShards(names[1], updater._model_update_group[group_name], group_name)
 
 
 def load_shared_bucket(

@@ -39,7 +39,7 @@ from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.lease import FencedError, start_of_ranks
 from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.trainer import Trainer
-from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights, ranks_per_sender
+from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
 from megatron_dppo.weight_sync.adapters import AdapterUpdater
 from megatron_dppo.weight_sync.engines import ENGINE_FAULTS
 from megatron_dppo.weight_sync.transaction import (
@@ -149,7 +149,7 @@ class EngineSession:
             source = AdapterWeights(trainer)
         else:
             updater_class = WeightUpdater
-            source = TrainerWeights(trainer, ranks_per_sender(config.weight_sync.senders))
+            source = TrainerWeights(trainer)
         return updater_class(
             source,
             config.weight_sync,

@@ -1,18 +1,14 @@
 """The ranks that provide the parts of every Hugging Face tensor, and a plan that streams the tensors in buckets.
 
 Each element comes from exactly one rank, the primary holder of its shard. The tensors of a bucket are gathered on the
-bucket's ``receiver``. There are three ways to choose receivers:
-
-- Rank 0 receives all tensors.
-- With ``spread``, the rank that holds most of a tensor receives it. The fewest bytes move.
-- With ``spread`` and ``ranks_per_node``, one rank of the node that holds most of a tensor receives it. The fewest bytes
-  move between nodes, and each node has at most one receiver.
+bucket's ``receiver``: rank 0 receives all tensors, or, with ``spread``, the rank that holds most of a tensor receives
+it, so that the fewest bytes move.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -163,13 +159,7 @@ def _plan(
 
 
 def hf_buckets_plan(
-    shape: ModelShape,
-    layout: Layout,
-    bucket_bytes: int,
-    item_bytes: int,
-    *,
-    spread: bool = False,
-    ranks_per_node: int = 1,
+    shape: ModelShape, layout: Layout, bucket_bytes: int, item_bytes: int, *, spread: bool = False
 ) -> list[Bucket]:
     """Divide ``gather_plan`` into buckets of at most ``bucket_bytes``. A larger tensor has a bucket of its own.
 
@@ -185,12 +175,11 @@ def hf_buckets_plan(
         spread: True: gather each tensor on its ``largest_holder``, and alternate between receivers, so that one
             receiver sends a bucket while other receivers gather their buckets. False: gather all tensors on rank 0, in
             model order.
-        ranks_per_node: Above 1, ``spread`` has one receiver on each node of that many ranks (``node_receivers``).
     """
     units = _units(gather_plan(shape, layout), tensors_sent_together(shape))
     receivers = [0] * len(units)
     if spread:
-        receivers = node_receivers([_joined(unit) for unit in units], ranks_per_node)
+        receivers = [largest_holder(_joined(unit)) for unit in units]
     units_by_receiver: dict[int, list[Unit]] = {}
     for unit, receiver in zip(units, receivers, strict=True):
         units_by_receiver.setdefault(receiver, []).append(unit)
@@ -248,26 +237,11 @@ def _buckets_in_turn(
     return buckets
 
 
-def largest_holder(tensor: TensorSources, ranks_per_node: int = 1) -> int:
-    """Return the number of the rank, or of the node of ``ranks_per_node`` ranks, that holds most of ``tensor``. If
-    several hold the same amount, return the lowest number."""
-    return _key_of_most(elements_held(tensor, ranks_per_node))
-
-
-def node_receivers(tensors: Sequence[TensorSources], ranks_per_node: int) -> list[int]:
-    """Return a receiver for each tensor, on the node that holds most of the tensor.
-
-    All tensors of a node have the same receiver: the node's rank that holds most of these tensors. A node is a run of
-    ``ranks_per_node`` consecutive ranks.
-    """
-    nodes = [largest_holder(tensor, ranks_per_node) for tensor in tensors]
-    elements_by_node: dict[int, Counter[int]] = defaultdict(Counter)
-    for tensor, node in zip(tensors, nodes, strict=True):
-        for rank, elements in elements_held(tensor).items():
-            if rank // ranks_per_node == node:
-                elements_by_node[node][rank] += elements
-    receivers = {node: _key_of_most(held) for node, held in elements_by_node.items()}
-    return [receivers[node] for node in nodes]
+def largest_holder(tensor: TensorSources) -> int:
+    """Return the rank that holds most of ``tensor``; of several, the lowest."""
+    elements = elements_held(tensor)
+    most_elements = max(elements.values())
+    return min(rank for rank, count in elements.items() if count == most_elements)
 
 
 def elements_between_nodes(bucket: Bucket, ranks_per_node: int) -> int:
@@ -293,18 +267,12 @@ def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
     return elements
 
 
-def elements_held(tensor: TensorSources, ranks_per_node: int = 1) -> Counter[int]:
-    """Count the elements that each rank, or each node of ``ranks_per_node`` ranks, provides."""
+def elements_held(tensor: TensorSources) -> Counter[int]:
+    """Count the elements that each rank provides."""
     elements = Counter[int]()
     for piece in tensor.pieces:
-        elements[piece.rank // ranks_per_node] += piece.elements
+        elements[piece.rank] += piece.elements
     return elements
-
-
-def _key_of_most(elements: Counter[int]) -> int:
-    """Return the rank or node with most elements; of several, the lowest number."""
-    most_elements = max(elements.values())
-    return min(holder for holder, count in elements.items() if count == most_elements)
 
 
 def _groups(

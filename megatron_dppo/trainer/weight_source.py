@@ -17,7 +17,6 @@ from megatron_dppo.model import gather_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.quantization import Rounding
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.fp8_weights import rounded_to_fp8
 from megatron_dppo.trainer.merged_weights import MergedWeights
@@ -30,20 +29,16 @@ class TrainerWeights:
 
     Args:
         trainer: the trainer.
-        ranks_per_sender: consecutive ranks form groups of this size. The group with the largest part of a tensor has
-            one rank that sends the tensor.
         values: returns this rank's current tensors; default: the trainer's weights.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        ranks_per_sender: int = 1,
         values: Callable[[], Mapping[gather_plan.ParameterKey, Tensor]] | None = None,
     ) -> None:
         self._trainer = trainer
         self._values = trainer.weights if values is None else values
-        self._ranks_per_sender = ranks_per_sender
         self._buffers = Buffers()
         self._gathered: Mapping[gather_plan.ParameterKey, Tensor] = {}
 
@@ -96,8 +91,7 @@ class TrainerWeights:
     def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
         """Plan all weights in buckets.
 
-        With ``spread``, each group of ``ranks_per_sender`` ranks has one receiver. The group with the largest part of a
-        bucket gathers the bucket on its receiver. Without ``spread``, rank 0 gathers all buckets.
+        With ``spread``, the rank that holds most of a bucket gathers it. Otherwise rank 0 gathers all.
         """
         trainer = self._trainer
         return gather_plan.hf_buckets_plan(
@@ -106,7 +100,6 @@ class TrainerWeights:
             bucket_bytes=bucket_bytes,
             item_bytes=trainer.dtype.itemsize,
             spread=spread,
-            ranks_per_node=self._ranks_per_sender,
         )
 
     def bytes_between_nodes(self, plan: Sequence[gather_plan.Bucket]) -> int:
@@ -193,15 +186,3 @@ class AdapterWeights(TrainerWeights):
             bucket_bytes,
             trainer.dtype.itemsize,
         )
-
-
-def ranks_per_sender(senders: str | None) -> int:
-    """Return the number of ranks for each sender, by ``weight_sync.senders``.
-
-    "nodes": the ranks of a node. "holders": 1. None: "nodes" on GPUs, else "holders".
-    """
-    if senders is None:
-        senders = "nodes" if platform.has_cuda() else "holders"
-    if senders == "nodes":
-        return ranks_per_node()
-    return 1

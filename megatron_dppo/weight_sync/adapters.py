@@ -10,51 +10,42 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder, peft_names
 from megatron_dppo.checkpoint_conversion.tensor_store import byte_view
+from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION, adapter_name
 from megatron_dppo.engine.weights import EngineWeights, fused_module
-from megatron_dppo.weight_sync import transaction, verification
-from megatron_dppo.weight_sync.engines import (
-    GRACE_S,
-    Bucket,
-    EngineFaultError,
-    Engines,
-    Strategy,
-    Transfer,
-)
-from megatron_dppo.weight_sync.strategies import new_folder, require_shared_folder
+from megatron_dppo.weight_sync import verification
+from megatron_dppo.weight_sync.engines import GRACE_S, Bucket, EngineFaultError, Engines
+from megatron_dppo.weight_sync.phases import Phases
+from megatron_dppo.weight_sync.source import WeightSource
+from megatron_dppo.weight_sync.strategies import FolderStrategy
+from megatron_dppo.weight_sync.strategy import Strategy, Streamed
+from megatron_dppo.weight_sync.transaction import UpdateReport, WeightUpdater
 
 log = logging.getLogger(__name__)
 
 
-class AdapterStrategy(Strategy):
+class AdapterStrategy(FolderStrategy):
     """Strategy that writes a folder of adapters on rank 0, and removes it after the engines have read it.
-
-    See ``engines.Strategy``. Raises EngineMismatchError as ``DiskStrategy`` does.
 
     Attributes:
         name: the name under which the engines load the adapters.
         compared_tensors: number of tensors compared in the last update, over all engines.
     """
 
-    def __init__(self, transfer: Transfer, folder: AdapterFolder) -> None:
-        super().__init__(transfer)
-        require_shared_folder(transfer)
-        self._folder = folder
+    def __init__(self, source: AdapterSource, config: WeightSyncConfig) -> None:
+        super().__init__(source, config)
+        self._format = source.folder
         self._tensors: list[tuple[str, Tensor]] = []
-        self._written_folder: Path | None = None
         self.name = ""
         self.compared_tensors = 0
 
@@ -74,27 +65,26 @@ class AdapterStrategy(Strategy):
 
         Raises EngineFaultError that names the engines that refused the folder, or hold other tensors.
         """
-        self._written_folder = new_folder(self._transfer, "adapters")
-        folder = self._written_folder / "adapters"
-        self._folder.write(folder, self._tensors, self._transfer.dtype)
-        engines = self._transfer.engines
-        digests_by_url = engines.each(lambda engine: engine.load_adapter(self.name, str(folder)))
+        folder = self.new_folder("adapters")
+        self._format.write(folder, self._tensors, self.dtype)
+        digests_by_url = self.attached.each(
+            lambda engine: engine.load_adapter(self.name, str(folder))
+        )
         self._compare(digests_by_url)
-        self._forget()
+        self.abort()
 
     def abort(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
         """Drop the gathered tensors, and remove the written folder."""
         self._tensors = []
-        if self._written_folder is not None:
-            shutil.rmtree(self._written_folder, ignore_errors=True)
-            self._written_folder = None
+        self.remove_folder()
+
+    @property
+    def whole_bytes(self) -> int:
+        return sum(bucket.elements for bucket in self.buckets) * self.dtype.itemsize
 
     def _compare(self, digests_by_url: Mapping[str, Mapping[str, str]]) -> None:
         """Raise EngineFaultError that names the engines whose tensors differ from the sent tensors."""
-        expected_hashes = expected_adapter_digests(self._tensors, self._folder)
+        expected_hashes = expected_adapter_digests(self._tensors, self._format)
         faults: dict[str, BaseException] = {}
         for url, digests in digests_by_url.items():
             mismatches = verification.compare_checksums([expected_hashes], [digests])
@@ -132,7 +122,7 @@ def _digest(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-class AdapterSource(transaction.WeightSource, Protocol):
+class AdapterSource(WeightSource, Protocol):
     """The trainer's adapters.
 
     Attributes:
@@ -141,14 +131,14 @@ class AdapterSource(transaction.WeightSource, Protocol):
     """
 
     @property
-    def base(self) -> transaction.WeightSource: ...
+    def base(self) -> WeightSource: ...
 
     @property
     def folder(self) -> AdapterFolder: ...
 
 
 @dataclass(eq=False)
-class AdapterUpdater(transaction.WeightUpdater):
+class AdapterUpdater(WeightUpdater):
     """A WeightUpdater for adapters. Every update compares the digest of every tensor that it sent."""
 
     source: AdapterSource
@@ -160,14 +150,14 @@ class AdapterUpdater(transaction.WeightUpdater):
         self._is_base_compared = False
         super().attach(urls)
 
-    def update(self, version: int) -> transaction.UpdateReport:
+    def update(self, version: int) -> UpdateReport:
         report = super().update(version)
         self._is_base_compared = True
         self._previous_version = version
         return report
 
     def _begin(
-        self, phases: transaction.Phases, version: int, title: str, compared_version: int | None
+        self, phases: Phases, version: int, title: str, compared_version: int | None
     ) -> float:
         self._name = adapter_name(version)
         if isinstance(self._strategy, AdapterStrategy):
@@ -184,19 +174,16 @@ class AdapterUpdater(transaction.WeightUpdater):
         self._on_rank_0(phases, "begin", Engines.drop_adapters, kept=kept_name)
         return paused_at
 
-    def _stream(
-        self, phases: transaction.Phases, verify: bool, *, sends_changes: bool
-    ) -> tuple[int, int, list[Any] | None]:
+    def _stream(self, phases: Phases, verify: bool, *, sends_changes: bool) -> Streamed:
         # The adapters have no checksums in ``partials``: the strategy compares their digests.
-        sent, received, _ = super()._stream(phases, verify=False, sends_changes=sends_changes)
-        base_partials = None
-        if not self._is_base_compared:
-            base_partials = self._hash_base(phases)
-        return sent, received, base_partials
+        streamed = super()._stream(phases, verify=False, sends_changes=sends_changes)
+        if self._is_base_compared:
+            return streamed
+        return streamed._replace(partials=self._hash_base(phases))
 
-    def _hash_base(self, phases: transaction.Phases) -> list[Any] | None:
+    def _hash_base(self, phases: Phases) -> list[Any] | None:
         """Gather and hash the frozen model on rank 0. Collective. Returns partial checksums, or None on other ranks."""
-        plan = self.source.base.plan(self.config.bucket_mib * transaction.MIB, spread=False)
+        plan = self.source.base.plan(self._transfer.bucket_bytes, spread=False)
         expected_checksums = None
         if self._is_rank_0 and self._engines is not None:
             expected_checksums = verification.ExpectedByLayout(self._engines)
@@ -207,7 +194,7 @@ class AdapterUpdater(transaction.WeightUpdater):
             return None
         return expected_checksums.partials()
 
-    def _verify(self, phases: transaction.Phases, partials: list[Any]) -> int:
+    def _verify(self, phases: Phases, partials: list[Any]) -> int:
         """Compare the frozen model if this update hashed it. The engines' adapters were compared at their load."""
         compared = 0
         if isinstance(self._strategy, AdapterStrategy):
@@ -224,14 +211,13 @@ class AdapterUpdater(transaction.WeightUpdater):
         except EngineFaultError as error:
             log.warning("the previous adapters are dropped at the next update: %s", error)
 
-    def _abort(self, phases: transaction.Phases, version: int) -> None:
+    def _abort(self, phases: Phases, version: int) -> None:
         """Restore the previous version on every engine.
 
         An engine that cannot serve the previous version is quarantined. An engine that does not answer stays as it is.
         """
         self._is_base_compared = False
-        if self._strategy is not None:
-            self._strategy.abort()
+        self._transfer.abort()
         if self._is_rank_0 and self._engines is not None:
             previous_version = self._previous_version
             label = f"{UNVERIFIED_VERSION}{version}"
@@ -245,13 +231,8 @@ class AdapterUpdater(transaction.WeightUpdater):
     def _adapter(self) -> str | None:
         return self._name
 
-    def _strategy_of(self, transfer: Transfer) -> Strategy:
-        return AdapterStrategy(transfer, self.source.folder)
-
-    def _whole_bytes(self) -> int:
-        elements = sum(bucket.elements for bucket in self._plan or ())
-        dtype: torch.dtype = getattr(torch, self.source.dtype_name)
-        return elements * dtype.itemsize
+    def _new_strategy(self) -> Strategy:
+        return AdapterStrategy(self.source, self.config)
 
     def _is_due(self, check: str, period: int) -> bool:
         # ``verify_every`` has no effect here. Every update compares the adapters. The frozen model does not change, so

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -19,8 +18,6 @@ from torch.distributed.distributed_c10d import GroupName
 from megatron_dppo.engine.broadcast_group import CALLED_OFF, errors_abort_the_group, new_name
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.links import (
-    CalledOffError,
-    ConnectionBrokenError,
     Link,
     connect_store,
     in_background,
@@ -40,17 +37,8 @@ _CANCEL_S = 5.0
 """An aborted group's rendezvous stays open for this time, so that its engine ranks can read the cancellation."""
 
 
-_ANNOUNCEMENT_POLL_S = 0.002
-"""Seconds between two checks for a sender's next announcement."""
-
-
 _BACKEND_SLACK = timedelta(seconds=30)
 """The limit of gloo or NCCL is longer than the callers' own time limit by this time."""
-
-
-def _announcement(number: int) -> str:
-    """Return the key, in the rendezvous of a group, of the sender's announcement ``number``."""
-    return f"bucket {number}"
 
 
 def call_off(address: str, port: int) -> None:
@@ -109,13 +97,7 @@ class BroadcastGroup:
         self._device = device
         self.joined: Future[None] = in_background(partial(self._join, size, rank))
         self._connected: Future[None] | None = None
-        self._announced = 0
         self._stream: torch.cuda.Stream | None = None
-
-    def announce(self, value: int) -> None:
-        """Publish a ``value`` about the next bucket. The trainer's rank 0 reads the value by ``Announcements``."""
-        self._store.set(_announcement(self._announced), str(value))
-        self._announced += 1
 
     def wait(self, future: Future[None]) -> None:
         """Wait for ``future`` of this group, or until a rank cancels the whole transfer.
@@ -182,40 +164,6 @@ class BroadcastGroup:
             self._group.abort()
             dist.destroy_process_group(self._group)
             self._group = None
-
-
-class Announcements:
-    """Reads, on the trainer's rank 0, the values that a sender announces, in order.
-
-    ``address`` and ``port``: the rendezvous of the sender's group.
-    """
-
-    def __init__(self, address: str, port: int, timeout_s: float) -> None:
-        self._timeout = timeout_s
-        self._read = 0
-        self._store = connect_store(address, port, timeout_s)
-
-    def next(self) -> int:
-        """Wait for the next value.
-
-        Raises CalledOffError if the transfer is cancelled meanwhile, and ConnectionBrokenError if the sender is gone or
-        announces nothing within the time limit.
-        """
-        key = _announcement(self._read)
-        deadline = time.monotonic() + self._timeout
-        with raising_connection_broken():
-            while not self._store.check([key]):
-                if self._store.check([CALLED_OFF]):
-                    raise CalledOffError("the sender called the weight transfer off")
-                if time.monotonic() > deadline:
-                    raise ConnectionBrokenError(
-                        f"a sender announced no bucket within {self._timeout:.0f} s"
-                    )
-                time.sleep(_ANNOUNCEMENT_POLL_S)
-            value = int(self._store.get(key))
-            self._store.delete_key(key)
-        self._read += 1
-        return value
 
 
 def _drop(store: dist.Store) -> None:

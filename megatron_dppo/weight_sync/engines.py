@@ -1,7 +1,6 @@
-"""The engines of one update, all called at the same time, and the interface of the strategies that send weights.
+"""The engines of one update, all called at the same time.
 
-Every object here belongs to one trainer rank. Rank 0 alone pauses, verifies and resumes the engines. The ranks that a
-plan names as receivers gather buckets from the other ranks and send them to the engines.
+Every object here belongs to one trainer rank. Rank 0 alone pauses, verifies and resumes the engines.
 """
 
 from __future__ import annotations
@@ -9,125 +8,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
-import torch
 from torch import Tensor
 
-from megatron_dppo.engine.changes import Changes, item_bytes
 from megatron_dppo.engine.errors import UNBOUNDED, EngineError, EngineMismatchError
 from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION
 from megatron_dppo.engine.server_state import MemoryTag
-from megatron_dppo.engine.shards import adjacent
 from megatron_dppo.engine.weights import TAGS, EngineWeights
 from megatron_dppo.model.engine_layout import EngineLayout
-from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import is_loopback, resolve, source_address
-from megatron_dppo.weight_sync.sent_weights import SentWeights
 
 T = TypeVar("T")
 
 Bucket = Sequence[tuple[str, Tensor]]
 """Full tensors with their Hugging Face names."""
 
-Plan = Sequence[PlannedBucket]
-"""The tensors of each bucket, and the rank that receives the bucket. Every rank has the same plan."""
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One trainer rank's part in sending weights to the engines; the argument of a strategy.
-
-    Attributes:
-        rank: the global rank of this trainer process.
-        engines: the attached engines.
-        plan: all buckets.
-        dtype: dtype of the trainer's weights. Some tensors are sent in another dtype (``EngineTensors.sent_dtype``).
-        timeout_s: limit of each request to an engine, seconds.
-        directory: the folder ``weight_sync.directory``, used by the strategy ``disk``.
-        sent_weights: the bytes that this rank sent last, if updates may send only changes; None if every update sends
-            all weights.
-    """
-
-    rank: int
-    engines: Engines
-    plan: Plan
-    dtype: torch.dtype
-    timeout_s: float
-    directory: str | None = None
-    sent_weights: SentWeights | None = None
-
-    @property
-    def is_rank_0(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def sends(self) -> bool:
-        return any(bucket.receiver == self.rank for bucket in self.plan)
-
-    def changes(self, bucket: Bucket, data: Tensor) -> Changes | None:
-        """Return what changed in the flat bytes ``data`` of this rank's next bucket; None: send the whole bucket."""
-        assert self.sent_weights is not None
-        header = self.engines.first.header([(name, tensor.shape) for name, tensor in bucket])
-        return self.sent_weights.changes(data, item_bytes(header))
-
-
-class Strategy:
-    """Moves buckets into the attached engines. Every rank that takes part has one strategy object.
-
-    Every method except ``abort`` and ``close`` may raise ENGINE_FAULTS; an EngineFaultError names the engines at fault.
-
-    Attributes:
-        spread: whether each bucket is sent by the rank that holds most of the bucket. If not, rank 0 sends all buckets.
-        copies: how many times the bytes of a bucket move to engines.
-    """
-
-    spread = False
-    copies = 1
-
-    def __init__(self, transfer: Transfer) -> None:
-        self._transfer = transfer
-
-    def fewest_bytes(self, whole_bytes: int) -> int:
-        """Return the fewest bytes that any plan moves into the engines. ``whole_bytes``: the bytes of all weights."""
-        return whole_bytes
-
-    def meeting_point(self) -> Any:
-        """Return what the other ranks need to know of this rank before ``begin``, as JSON."""
-        return None
-
-    def begin(self, meeting_points: Sequence[Any]) -> None:
-        """Open the transfer. ``meeting_points`` has the result of ``meeting_point`` of each rank, by rank."""
-        raise NotImplementedError
-
-    def send(self, bucket: Bucket) -> int:
-        """Start to send a bucket that this rank gathered. Returns the number of bytes sent.
-
-        The caller may change the bucket after two further calls.
-        """
-        raise NotImplementedError
-
-    def arrive(self) -> None:
-        """Wait until the engines have received this rank's buckets; on rank 0, all buckets."""
-
-    def end(self) -> None:
-        """Close the update in the engines. Called on rank 0 after the buckets of every rank have arrived."""
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        """Cancel the transfers in progress without waiting for them."""
-
-    def close(self) -> None:
-        """Release the resources in the engines. The strategy is not used again."""
-        self.abort()
-
 
 class TransferTimeoutError(EngineError):
-    """A broadcast, or the creation of its group, exceeded its time limit."""
+    """A transfer, or the creation of its group, exceeded its time limit."""
 
 
 class EngineFaultError(EngineError):
@@ -160,7 +62,7 @@ ENGINE_FAULTS = (EngineError, OSError)
 """Exceptions caused by an engine, the network or a disk: the update failed, and another attempt may succeed. Every
 other exception is a fault of this program and ends the run."""
 GRACE_S = 5.0
-"""Seconds that an engine may take to leave a cancelled broadcast."""
+"""Seconds that an engine may take to leave a cancelled transfer."""
 Call: TypeAlias = Callable[[EngineWeights], Coroutine[Any, Any, T]]
 OpenEngine: TypeAlias = Callable[[str], Coroutine[Any, Any, EngineWeights]]
 """A coroutine function that connects to the engine at a URL."""
@@ -226,10 +128,9 @@ class Engines:
                 hosts[str(urlsplit(engine.url).hostname)] = None
         return list(hosts)
 
-    def first_ranks(self) -> dict[str, int]:
-        """Return the number of each engine's first rank in a broadcast group, by URL. Rank 0 is a trainer rank."""
+    def first_ranks(self, first_rank: int) -> dict[str, int]:
+        """Return each engine's first rank in a group, by URL. ``first_rank``: the first rank of the first engine."""
         ranks: dict[str, int] = {}
-        first_rank = 1
         for engine in self.members:
             ranks[engine.url] = first_rank
             first_rank += engine.ranks
@@ -427,47 +328,6 @@ def _errors(calls: Mapping[str, Future[Any]]) -> dict[str, BaseException]:
             raise error
         errors[url] = error
     return errors
-
-
-class Packer:
-    """Packs the tensors of a bucket into the flat bytes that engines receive.
-
-    ``pieces`` returns the 1-D ``uint8`` pieces of a bucket in the engines' order. If the pieces follow each other in
-    memory, ``pack`` returns a view of them. Otherwise it copies them into one of two alternating buffers, so that the
-    result of a call stays valid until the second call after it.
-    """
-
-    def __init__(self, pieces: Callable[[Bucket], list[Tensor]]) -> None:
-        self._pieces = pieces
-        self._buffers: list[Tensor | None] = [None, None]
-
-    def pack(self, bucket: Bucket) -> Tensor:
-        """Return the flat bytes, as a view if the bucket's pieces follow each other in memory."""
-        pieces = self._pieces(bucket)
-        flat = adjacent(pieces)
-        if flat is None:
-            return self._copied(pieces, _empty)
-        return flat
-
-    def copy(self, bucket: Bucket, allocate: Callable[[int, torch.device], Tensor]) -> Tensor:
-        """Return the flat bytes in memory from ``allocate(bytes, device)``."""
-        return self._copied(self._pieces(bucket), allocate)
-
-    def _copied(
-        self, pieces: list[Tensor], allocate: Callable[[int, torch.device], Tensor]
-    ) -> Tensor:
-        """Copy ``pieces`` into the buffer that the call before the last one used, or into a larger new one."""
-        size = sum(piece.numel() for piece in pieces)
-        self._buffers.reverse()
-        buffer = self._buffers[0]
-        if buffer is None or buffer.numel() < size:
-            buffer = allocate(size, pieces[0].device)
-            self._buffers[0] = buffer
-        return torch.cat(pieces, out=buffer[:size])
-
-
-def _empty(size: int, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def local_address(url: str) -> str:

@@ -17,11 +17,11 @@ REACH_S = 30.0
 async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
     """Raise EngineMismatchError if the configured strategy cannot reach ``engine`` from this process.
 
-    With ``distributed`` and ``shards`` the server's ranks connect as in an update, with their own NCCL: they join a
-    broadcast group of this process, receive a bucket that changes no weight, and leave the group. ``tensor`` needs a
+    With ``distributed`` the server's ranks connect as in an update, with their own NCCL: they join a group
+    of this process, receive a bucket that changes no weight, and leave the group. ``tensor`` needs a
     server on this host. ``disk`` needs a server on this host, or a configured folder.
     """
-    if config.strategy in ("distributed", "shards"):
+    if config.strategy == "distributed":
         await _join_and_leave(engine)
     elif not on_this_host(engine.url) and (config.strategy == "tensor" or not config.directory):
         raise EngineMismatchError(

@@ -1,4 +1,4 @@
-"""Strategy ``shards``: every engine rank receives only the bytes that it keeps (``model/shard_plan.py``).
+"""Strategy ``distributed``: every engine rank receives only the bytes that it keeps (``model/shard_plan.py``).
 
 The trainer ranks of the plan and all engine ranks are one group of gloo or NCCL. A trainer rank packs the slices of a
 message into a buffer by one call, and sends the buffer to the first engine rank of the message's column. No rank has a
@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
+from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import EnginePart, EngineTensors, IncompleteWeightsError
 from megatron_dppo.engine.direct_loading import SHARDS
 from megatron_dppo.engine.errors import EngineMismatchError
@@ -43,13 +44,15 @@ from megatron_dppo.weight_sync.engines import (
     GRACE_S,
     Digests,
     Engines,
-    Strategy,
     meeting_address,
     on_this_host,
     require_routable,
 )
+from megatron_dppo.weight_sync.phases import Phases
 from megatron_dppo.weight_sync.piece_scales import AllMax, PieceScales, Values
 from megatron_dppo.weight_sync.sent_weights import SentWeights
+from megatron_dppo.weight_sync.source import WeightSource
+from megatron_dppo.weight_sync.strategy import Strategy, Streamed
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +98,14 @@ class ServerFacts(NamedTuple):
     def of_json(cls, value: list[Any]) -> ServerFacts:
         urls, layouts, device, quantized = value
         return cls(urls, [EngineLayout(**layout) for layout in layouts], device, quantized)
+
+    def hosts_of_ranks(self) -> list[str | None]:
+        """Return the host of each engine rank; None for this process's host."""
+        hosts: list[str | None] = []
+        for url, layout in zip(self.urls, self.layouts, strict=True):
+            host = None if on_this_host(url) else str(urlsplit(url).hostname)
+            hosts += [host] * layout.tensor
+        return hosts
 
 
 class Shards:
@@ -407,119 +418,121 @@ class _Rendezvous(NamedTuple):
 class ShardStrategy(Strategy):
     """Sends messages of a plan from one trainer rank, and as rank 0 controls the engines.
 
-    The group lives from one update to the next, and is opened again after an abort. The configured time limit bounds
+    The group lives from one update to the next, and is opened again after an abort. ``weight_sync.timeout_s`` bounds
     the whole transfer of an update.
-
-    Args:
-        shards: what this rank sends.
-        servers: the servers.
-        engines: the connections of rank 0 to the servers; None on every other rank.
-        rank: this trainer rank.
-        timeout_s: the time limit.
-        sent_weights: the bytes that this rank sent last, if updates may send only changes.
-
-    Attributes:
-        forwarded: bytes of the present update that engine ranks sent on to each other.
-        between_nodes: bytes of the present update that travelled from one node to another.
     """
 
-    def __init__(
-        self,
-        shards: Shards,
-        servers: ServerFacts,
-        engines: Engines | None,
-        rank: int,
-        timeout_s: float,
-        sent_weights: SentWeights | None = None,
-    ) -> None:
-        self.shards = shards
-        self._servers = servers
-        self._engines = engines
-        self._rank = rank
-        self._timeout = timeout_s
-        self._sent_weights = sent_weights
+    def __init__(self, source: WeightSource, config: WeightSyncConfig) -> None:
+        super().__init__(source, config)
+        self._planned: Shards | None = None
+        self._servers: ServerFacts | None = None
         self._group: BroadcastGroup | None = None
         self._link: Link | None = None
         self._aborted_groups: list[str] = []
         self._sending: Future[None] | None = None
         self._requests: Future[None] | None = None
-        self.forwarded = 0
-        self.between_nodes = 0
+
+    def attach(self, engines: Engines) -> None:
+        self._servers = ServerFacts.of(engines)
+        super().attach(engines)
+
+    def plan(self, source: WeightSource) -> None:
+        own_facts = None if self._servers is None else self._servers.to_json()
+        self._servers = ServerFacts.of_json(source.all_gather(own_facts)[0])
+        facts = PlanFacts(
+            source.layout,
+            tuple(self._servers.layouts),
+            self.bucket_bytes,
+            source.dtype_name,
+            self._servers.quantized,
+        )
+        if self._planned is None or self._planned.facts != facts:
+            self._planned = Shards(source.shape, facts, self._servers.device, self.rank)
+            if self.sent_weights is not None:
+                # The kept bytes are of messages of another plan.
+                self.sent_weights = SentWeights()
+
+    @property
+    def shards(self) -> Shards:
+        """What this rank sends to the attached engines."""
+        assert self._planned is not None
+        return self._planned
+
+    @property
+    def servers(self) -> ServerFacts:
+        """The attached servers."""
+        assert self._servers is not None
+        return self._servers
 
     @property
     def _members(self) -> tuple[int, ...]:
         return self.shards.plan.members
 
-    @cached_property
-    def _hosts(self) -> list[str | None]:
-        """The host of each engine rank; None for this rank's host."""
-        hosts: list[str | None] = []
-        for url, layout in zip(self._servers.urls, self._servers.layouts, strict=True):
-            host = None if on_this_host(url) else str(urlsplit(url).hostname)
-            hosts += [host] * layout.tensor
-        return hosts
-
     @property
     def foreign_hosts(self) -> list[str]:
-        """The hosts of engines that are not on this host, each once; none if this rank sends nothing."""
         if not self.shards.messages:
             return []
-        return list(dict.fromkeys(host for host in self._hosts if host is not None))
+        hosts = self.servers.hosts_of_ranks()
+        return list(dict.fromkeys(host for host in hosts if host is not None))
 
-    def fewest_bytes(self, whole_bytes: int) -> int:
+    @property
+    def whole_bytes(self) -> int:
+        return self.shards.whole_bytes
+
+    @property
+    def fewest_bytes(self) -> int:
         return self.shards.plan.bound
+
+    def digests(self, partials: Sequence[list[Any]]) -> Digests:
+        return self.shards.digests(partials)
 
     def meeting_point(self) -> Any:
         """Return, on rank 0, the _Rendezvous of the group as a list."""
-        if self._engines is None:
+        if self.engines is None:
             return None
         if self._group is None:
-            address = meeting_address(self._servers.urls)
+            address = meeting_address(self.servers.urls)
             self._group = self._new_group(address)
         group = self._group
         return [group.address, group.port, group.name, group.backend]
 
     def _new_group(self, address: str, port: int = 0, name: str = "") -> BroadcastGroup:
         return BroadcastGroup(
-            ranks=sum(layout.tensor for layout in self._servers.layouts),
+            ranks=sum(layout.tensor for layout in self.servers.layouts),
             address=address,
-            device=self._servers.device,
-            timeout_s=self._timeout,
+            device=self.servers.device,
+            timeout_s=self.config.timeout_s,
             members=len(self._members),
-            rank=self._members.index(self._rank),
+            rank=self._members.index(self.rank),
             port=port,
             name=name,
         )
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
         """Join the group. Rank 0 also opens the update in the engines, and makes them receive all messages."""
-        self.forwarded = 0
-        self.between_nodes = 0
         point = _Rendezvous(*meeting_points[0])
-        if self._rank not in self._members:
+        if self.rank not in self._members:
             return
         if self._group is None or self._group.name != point.name:
             self._group = self._new_group(point.address, point.port, point.name)
             self._link = None
-        if self._engines is not None:
-            self._leave_aborted_groups()
+        if self.engines is not None:
+            self._leave_aborted_groups(self.engines)
             if self._link is None:
-                self._open_group(self._engines, point)
-            self._engines.each(lambda e: e.begin())
+                self._open_group(self.engines, point)
+            self.engines.each(lambda engine: engine.begin())
         if self._link is None:
             self._group.wait(self._group.joined)
-            self._link = self._group.link(torch.device(self._servers.device))
-        if self._engines is not None:
-            self._requests = in_background(partial(self._receive, self._engines, point))
+            self._link = self._group.link(torch.device(self.servers.device))
+        if self.engines is not None:
+            self._requests = in_background(partial(self._receive, self.engines, point))
 
     def _open_group(self, engines: Engines, point: _Rendezvous) -> None:
         """Have every engine join the group."""
         size = len(self._members) + engines.ranks
-        # Engines count their first ranks from 1, for a group with one trainer rank.
-        ranks = engines.first_ranks()
-        shift = len(self._members) - 1
+        ranks = engines.first_ranks(len(self._members))
         calls = engines.start(
-            lambda e: e.open_group(*point, first_rank=ranks[e.url] + shift, size=size)
+            lambda engine: engine.open_group(*point, first_rank=ranks[engine.url], size=size)
         )
         self._all_arrive(engines, calls, f"opening the group {point.name}")
 
@@ -530,20 +543,49 @@ class ShardStrategy(Strategy):
             self.shards.plan.fingerprint,
             point.address,
             point.port,
-            has_changes=self._sent_weights is not None,
+            has_changes=self.sent_weights is not None,
         )
         text = INSTRUCTION.dump_json(instruction).decode()
         header = WireHeader((SHARDS, text), ("uint8", "uint8"), ((0,), (0,)), 0)
-        calls = engines.start(lambda e: e.receive(header, point.name))
-        self._all_arrive(engines, calls, "the transfer of all shards")
+        calls = engines.start(lambda engine: engine.receive(header, point.name))
+        self._all_arrive(engines, calls, "the transfer of all weights")
 
     def _all_arrive(self, engines: Engines, calls: dict[str, Future[None]], step: str) -> None:
-        engines.arrive(calls, self._timeout, step, self._call_off)
+        engines.arrive(calls, self.config.timeout_s, step, self._call_off)
 
     def _call_off(self) -> None:
         """Make all ranks of the group stop waiting."""
         if self._group is not None:
             call_off(self._group.address, self._group.port)
+
+    def stream(
+        self, source: WeightSource, phases: Phases, *, verify: bool, sends_changes: bool
+    ) -> Streamed:
+        shards = self.shards
+        checksums = shards.checksums() if verify else None
+        if self.sent_weights is not None:
+            self.sent_weights.begin(is_base=sends_changes)
+        with phases.timed("gather"):
+            values = source.values()
+            shards.prepare(values, source.all_max)
+        sent = forwarded = between_nodes = 0
+        hosts = self.servers.hosts_of_ranks()
+        for message in shards.messages:
+            data = phases.run("gather", shards.pack, message, values)
+            if data is not None:
+                size = phases.run("transfer", self.send_message, message, data) or 0
+                sent += size
+                forwarded += size * (len(message.column) - 1)
+                between_nodes += size * _hops_between_nodes(
+                    [hosts[rank] for rank in message.column]
+                )
+            if data is not None and checksums is not None:
+                phases.run("hash", checksums.add, message, data)
+            if phases.error is not None:
+                self.abort()
+                return Streamed(sent, forwarded, between_nodes, None)
+        partials = checksums.partials() if checksums is not None else None
+        return Streamed(sent, forwarded, between_nodes, partials)
 
     def send_message(self, message: Message, data: Tensor) -> int:
         """Wait until this rank's last message is sent, then start to send ``message``, packed as ``data``.
@@ -552,8 +594,8 @@ class ShardStrategy(Strategy):
         """
         assert self._link is not None
         target = len(self._members) + message.column[0]
-        if self._sent_weights is not None:
-            changes = self._sent_weights.changes(data, message.item_bytes)
+        if self.sent_weights is not None:
+            changes = self.sent_weights.changes(data, message.item_bytes)
             self._wait_for_message()
             count = WHOLE if changes is None else changes.count
             header = torch.tensor([count], device=data.device)
@@ -562,12 +604,6 @@ class ShardStrategy(Strategy):
                 data = torch.cat(changes.pieces())
         self._wait_for_message()
         self._sending = self._link.start([(data, target)], [])
-        self.forwarded += data.numel() * (len(message.column) - 1)
-        host = None
-        for rank in message.column:
-            if self._hosts[rank] != host:
-                self.between_nodes += data.numel()
-            host = self._hosts[rank]
         return data.numel()
 
     def arrive(self) -> None:
@@ -577,8 +613,8 @@ class ShardStrategy(Strategy):
             self._requests = None
 
     def end(self) -> None:
-        assert self._engines is not None
-        self._engines.each(lambda e: e.end())
+        assert self.engines is not None
+        self.engines.each(lambda engine: engine.end())
 
     def abort(self) -> None:
         """Leave the group, and free the engines and the other trainer ranks that wait in it."""
@@ -588,7 +624,7 @@ class ShardStrategy(Strategy):
         self._link = None
         if self._group is not None:
             self._call_off()
-            if self._engines is not None:
+            if self.engines is not None:
                 self._aborted_groups.append(self._group.name)
             self._group.abort()
             self._group = None
@@ -598,16 +634,18 @@ class ShardStrategy(Strategy):
 
     def close(self) -> None:
         """Have the engines leave the group. Never raises: an engine that has ended has also left."""
-        if self._engines is not None and self._group is not None:
-            self._aborted_groups.append(self._group.name)
-            self._leave_aborted_groups()
-        self.abort()
+        if self.engines is not None:
+            if self._group is not None:
+                self._aborted_groups.append(self._group.name)
+            self._leave_aborted_groups(self.engines)
+        super().close()
+        self._aborted_groups = []
+        self._servers = None
 
-    def _leave_aborted_groups(self) -> None:
-        assert self._engines is not None
+    def _leave_aborted_groups(self, engines: Engines) -> None:
         for name in self._aborted_groups:
             try:
-                self._engines.each(partial(EngineWeights.close_group, name=name))
+                engines.each(partial(EngineWeights.close_group, name=name))
             except ENGINE_FAULTS as error:
                 log.info("an engine did not leave the weight group: %s", error)
         self._aborted_groups = []
@@ -627,3 +665,8 @@ class ShardStrategy(Strategy):
                 # Rank 0 made the HTTP calls, so its exception names the failing engine.
                 self._requests.result()
             raise
+
+
+def _hops_between_nodes(hosts: Sequence[str | None]) -> int:
+    """Return how often bytes change the host on their way from this rank along ``hosts``. None is this rank's host."""
+    return sum(host != before for before, host in pairwise([None, *hosts]))

@@ -1,286 +1,175 @@
-"""The table of strategies, by their name in the configuration (``weight_sync.strategy``).
-
-Strategy ``distributed``: each bucket is one gloo or NCCL broadcast to all engines' ranks.
-
-Every rank that holds weights is a sender: it gathers a bucket from the ranks that share the bucket's tensors, and
-broadcasts the bucket in a separate group with all engines. Rank 0 knows every bucket from the plan. It tells the
-engines by HTTP which broadcast to enter next, in the plan's order. So all engines enter the broadcasts in one order;
-the senders alone could not ensure this. The engines load one bucket while all senders gather and hash the next bucket.
-
-Rank 0 notices a dead engine at once, by its broken connections, and a hung engine by the time limit of its request.
-"""
+"""The table of strategies, by their name in the configuration (``weight_sync.strategy``), and the strategies that send
+whole tensors in buckets: ``tensor`` and ``disk``."""
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.hf_folder import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
-from megatron_dppo.engine.changes import changes_header
+from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.changes import changes_header, item_bytes
 from megatron_dppo.engine.errors import EngineMismatchError
-from megatron_dppo.engine.links import in_background
+from megatron_dppo.engine.shards import adjacent
 from megatron_dppo.engine.shared_buckets import shared_empty
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.system.scratch import private_name
-from megatron_dppo.weight_sync.broadcast_group import Announcements, BroadcastGroup, call_off
-from megatron_dppo.weight_sync.engines import (
-    ENGINE_FAULTS,
-    GRACE_S,
-    Bucket,
-    Packer,
-    PlannedBucket,
-    Strategy,
-    Transfer,
-    meeting_address,
-    on_this_host,
-    require_routable,
-)
-
-log = logging.getLogger(__name__)
-
-_WHOLE = -1
-"""Announced in place of the number of changes of a bucket that is sent whole."""
+from megatron_dppo.weight_sync import verification
+from megatron_dppo.weight_sync.engines import GRACE_S, Bucket, Digests, Engines, on_this_host
+from megatron_dppo.weight_sync.phases import Phases
+from megatron_dppo.weight_sync.shards import ShardStrategy
+from megatron_dppo.weight_sync.source import Plan, WeightSource
+from megatron_dppo.weight_sync.strategy import Strategy, Streamed
 
 
-class _MeetingPoint(NamedTuple):
-    """The rendezvous of a sender's broadcast group, the group's name, and its backend of torch.distributed."""
+class BucketStrategy(Strategy):
+    """Gathers whole tensors in buckets, each on one rank, which sends the bucket to the engines.
 
-    address: str
-    port: int
-    name: str
-    backend: str
-
-
-class DistributedStrategy(Strategy):
-    """Sends buckets by broadcasts. Groups live from one update to the next, and are opened again after an abort.
-
-    A new group first broadcasts a bucket that changes nothing, so that NCCL connects before the first real bucket. The
-    configured time limit bounds each request to an engine: joining a group, and receiving and loading a bucket.
+    Attributes:
+        spread: whether the rank that holds most of a bucket sends it. If not, rank 0 sends all buckets.
+        dtype: dtype of the trainer's weights. Some tensors are sent in another dtype (``EngineTensors.sent_dtype``).
     """
 
-    spread = True
+    spread = False
 
-    def __init__(self, transfer: Transfer) -> None:
-        require_routable([engine.url for engine in transfer.engines.members])
-        super().__init__(transfer)
-        self.copies = transfer.engines.ranks
-        self._group: BroadcastGroup | None = None
-        self._meeting_points: list[_MeetingPoint | None] = []
-        """On rank 0: the meeting point of each rank's group, by rank; None for a rank that sends nothing."""
-        self._aborted_groups: list[str] = []
-        """On rank 0: names of aborted groups. An engine keeps such a group's connections until the engine leaves."""
-        self._packer = Packer(transfer.engines.first.pieces)
-        self._broadcast: Future[None] | None = None
-        """The last broadcast of this rank, until it has been waited for."""
-        self._requests: Future[None] | None = None
-        """On rank 0: the requests to the engines for the buckets of all senders."""
-        self._announcements: dict[str, Announcements] = {}
+    def __init__(self, source: WeightSource, config: WeightSyncConfig) -> None:
+        super().__init__(source, config)
+        self.dtype: torch.dtype = getattr(torch, source.dtype_name)
+        self.buckets: Plan = source.plan(self.bucket_bytes, spread=self.spread)
 
-    def fewest_bytes(self, whole_bytes: int) -> int:
-        """Return the bytes that the engines' ranks keep."""
-        return sum(engine.kept_bytes for engine in self._transfer.engines.members)
+    @property
+    def sends(self) -> bool:
+        """Whether the plan has buckets that this rank sends."""
+        return any(bucket.receiver == self.rank for bucket in self.buckets)
 
-    def meeting_point(self) -> Any:
-        """Return the _MeetingPoint of this rank's group, as a list; None on a rank that sends nothing."""
-        if not self._transfer.sends:
-            return None
-        if self._group is None:
-            engines = self._transfer.engines
-            self._group = BroadcastGroup(
-                ranks=engines.ranks,
-                address=meeting_address([engine.url for engine in engines.members]),
-                device=engines.first.device,
-                timeout_s=self._transfer.timeout_s,
-            )
-        group = self._group
-        return [group.address, group.port, group.name, group.backend]
+    @property
+    def calls_engines(self) -> bool:
+        return self.rank == 0 or self.sends
+
+    @property
+    def attached(self) -> Engines:
+        """The engines, on a rank that has connections to them."""
+        assert self.engines is not None
+        return self.engines
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
-        """Open the update in the engines, and connect them with new groups. Then rank 0 starts the engines' requests
-        for all buckets, in the background.
-        """
-        new_groups: list[str] = []
-        if self._transfer.is_rank_0:
-            self._leave_aborted_groups()
-            former_points = self._meeting_points
-            self._meeting_points = []
-            for values in meeting_points:
-                point = None if values is None else _MeetingPoint(*values)
-                self._meeting_points.append(point)
-            for point in self._points_of_senders():
-                if point not in former_points:
-                    self._open_group(point)
-                    new_groups.append(point.name)
-            self._transfer.engines.each(lambda e: e.begin())
-        if self._group is not None:
-            self._group.wait(self._group.joined)
-            # Only a new group starts a broadcast here. Another group returns the future of its first broadcast.
-            connection = self._group.connect(self._transfer.engines.first.probe_header().bytes)
-        for name in new_groups:
-            self._receive_probe(name)
-        if self._group is not None:
-            self._group.wait(connection)
-        if self._transfer.is_rank_0:
-            self._requests = in_background(self._receive_all)
+        if self.rank == 0:
+            self.attached.each(lambda engine: engine.begin())
+
+    def stream(
+        self, source: WeightSource, phases: Phases, *, verify: bool, sends_changes: bool
+    ) -> Streamed:
+        expected_checksums = None
+        if verify and self.engines is not None and self.sends:
+            expected_checksums = verification.ExpectedByLayout(self.engines)
+        if self.sent_weights is not None:
+            self.sent_weights.begin(is_base=sends_changes)
+        sent = 0
+        received = 0
+        buckets = source.gather(self.buckets)
+        while True:
+            with phases.timed("gather"):
+                bucket = next(buckets, None)
+            if bucket is None:
+                break
+            received += bucket.received
+            # Gather the remaining buckets after a failure too: the other ranks wait in this collective.
+            if phases.error is not None:
+                continue
+            if bucket.tensors:
+                with phases.timed("transfer"):
+                    encoded = self.attached.first.encode(bucket.tensors)
+                sent += phases.run("transfer", self.send, encoded) or 0
+                if expected_checksums is not None:
+                    phases.run("hash", expected_checksums.add, encoded)
+            # Abort immediately: engines may be waiting for this rank's next bucket.
+            if phases.error is not None:
+                self.abort()
+        between_nodes = sent * len(self.foreign_hosts)
+        if self.rank == 0:
+            between_nodes += source.bytes_between_nodes(self.buckets)
+        partials = None
+        if expected_checksums is not None:
+            partials = expected_checksums.partials()
+        return Streamed(sent, received, between_nodes, partials)
 
     def send(self, bucket: Bucket) -> int:
-        """Wait for the broadcast of this rank's previous bucket, then start the broadcast of ``bucket``."""
-        assert self._group is not None
-        data = self._packer.pack(bucket)
-        if self._transfer.sent_weights is not None:
-            changes = self._transfer.changes(bucket, data)
-            self._group.announce(_WHOLE if changes is None else changes.count)
-            if changes is not None:
-                data = torch.cat(changes.pieces())
-        self._wait_for_broadcast()
-        self._broadcast = self._group.broadcast(data)
-        return data.numel()
+        """Start to send a bucket that this rank gathered. Returns the number of bytes sent.
 
-    def arrive(self) -> None:
-        self._wait_for_broadcast()
-        if self._requests is not None:
-            self._requests.result()
-            self._requests = None
+        The caller may change the bucket after two further calls.
+        """
+        raise NotImplementedError
 
     def end(self) -> None:
-        self._transfer.engines.each(lambda e: e.end())
+        self.attached.each(lambda engine: engine.end())
 
-    def abort(self) -> None:
-        """Abort this rank's group, to free the engines that wait in the group. Rank 0 also cancels all other groups."""
-        if self._transfer.is_rank_0:
-            self._call_off()
-        requests = self._requests
-        self._broadcast = None
-        self._requests = None
-        self._aborted_groups += self._group_names()
-        self._meeting_points = []
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
-        if requests is not None:
-            # A request that is still on its way would load its bucket into the session that a caller opens next.
-            wait([requests], GRACE_S)
-        self._announcements.clear()
+    def digests(self, partials: Sequence[list[Any]]) -> Digests:
+        return verification.expected_digests(self.attached, partials)
 
-    def close(self) -> None:
-        """Have the engines leave the groups. Never raises: an engine that has ended has also left."""
-        self._leave(self._group_names())
-        self._leave_aborted_groups()
-        self._meeting_points = []
-        self.abort()
+    @property
+    def whole_bytes(self) -> int:
+        if self.engines is None:
+            return 0
+        first = self.engines.first
+        return sum(first.planned_header(bucket).bytes for bucket in self.buckets)
 
-    def _points_of_senders(self) -> list[_MeetingPoint]:
-        return [point for point in self._meeting_points if point is not None]
-
-    def _group_names(self) -> list[str]:
-        return [point.name for point in self._points_of_senders()]
-
-    def _leave_aborted_groups(self) -> None:
-        self._leave(self._aborted_groups)
-        self._aborted_groups = []
-
-    def _leave(self, names: Sequence[str]) -> None:
-        """Have the engines leave groups. Never raises."""
-        for name in names:
-            try:
-                self._transfer.engines.each(partial(EngineWeights.close_group, name=name))
-            except ENGINE_FAULTS as error:
-                log.info("an engine did not leave the weight group: %s", error)
-
-    def _open_group(self, point: _MeetingPoint) -> None:
-        """Have every engine join the group."""
-        engines = self._transfer.engines
-        ranks = engines.first_ranks()
-        # The group has all engines' ranks and the sender.
-        size = engines.ranks + 1
-        calls = engines.start(lambda e: e.open_group(*point, first_rank=ranks[e.url], size=size))
-        self._all_arrive(calls, f"opening the broadcast group {point.name}")
-
-    def _receive_probe(self, name: str) -> None:
-        """Have every engine receive the bucket that changes nothing."""
-        engines = self._transfer.engines
-        header = engines.first.probe_header()
-        calls = engines.start(lambda e: e.receive(header, name))
-        self._all_arrive(calls, f"connecting the broadcast group {name}")
-
-    def _receive_all(self) -> None:
-        """Have every engine receive the buckets of all senders, in the plan's order."""
-        for planned in self._transfer.plan:
-            self._receive(planned)
-
-    def _receive(self, planned: PlannedBucket) -> None:
-        """Have every engine enter the broadcast of a bucket by its sender, and load the bucket."""
-        engines = self._transfer.engines
-        name = self._point_of(planned.receiver).name
-        header = engines.first.planned_header(planned)
-        if self._transfer.sent_weights is not None:
-            count = self._announced_count(planned.receiver)
-            if count != _WHOLE:
-                header = changes_header(header, count)
-        calls = engines.start(lambda e: e.receive(header, name))
-        sender = f"trainer rank {planned.receiver}"
-        self._all_arrive(calls, f"a broadcast of {header.bytes} bytes from {sender}")
-
-    def _point_of(self, sender: int) -> _MeetingPoint:
-        """Return the meeting point of a rank that sends."""
-        point = self._meeting_points[sender]
-        assert point is not None
-        return point
-
-    def _announced_count(self, sender: int) -> int:
-        """Return how many changes the sender's next bucket has; _WHOLE if the bucket is sent whole."""
-        point = self._point_of(sender)
-        try:
-            if point.name not in self._announcements:
-                limit = self._transfer.timeout_s
-                self._announcements[point.name] = Announcements(point.address, point.port, limit)
-            return self._announcements[point.name].next()
-        except ENGINE_FAULTS:
-            # Free the other senders: they wait in broadcasts that rank 0 will not tell the engines to enter.
-            self._call_off()
-            raise
-
-    def _all_arrive(self, calls: dict[str, Future[None]], step: str) -> None:
-        """Wait until every engine has answered its call. A failure frees the ranks and engines that wait in groups."""
-        self._transfer.engines.arrive(calls, self._transfer.timeout_s, step, self._call_off)
-
-    def _call_off(self) -> None:
-        """Make the ranks of every group stop waiting."""
-        for point in self._points_of_senders():
-            call_off(point.address, point.port)
-
-    def _wait_for_broadcast(self) -> None:
-        """Wait for this rank's last broadcast. A failure aborts the group, so that no engine waits in it."""
-        if self._broadcast is None:
-            return
-        assert self._group is not None
-        broadcast = self._broadcast
-        self._broadcast = None
-        try:
-            self._group.wait(broadcast)
-        except BaseException:
-            self._group.abort()
-            if self._requests is not None:
-                # Rank 0 made the HTTP calls, so its exception names the failing engine.
-                self._requests.result()
-            raise
+    @property
+    def foreign_hosts(self) -> list[str]:
+        if self.engines is None or not self.sends:
+            return []
+        return self.engines.foreign_hosts
 
 
-MEMORY = "/dev/shm"
-"""Folder in the memory of this host, for engines on the same host."""
+class Packer:
+    """Packs the tensors of a bucket into the flat bytes that engines receive.
+
+    ``pieces`` returns the 1-D ``uint8`` pieces of a bucket in the engines' order. If the pieces follow each other in
+    memory, ``pack`` returns a view of them. Otherwise it copies them into one of two alternating buffers, so that the
+    result of a call stays valid until the second call after it.
+    """
+
+    def __init__(self, pieces: Callable[[Bucket], list[Tensor]]) -> None:
+        self._pieces = pieces
+        self._buffers: list[Tensor | None] = [None, None]
+
+    def pack(self, bucket: Bucket) -> Tensor:
+        """Return the flat bytes, as a view if the bucket's pieces follow each other in memory."""
+        pieces = self._pieces(bucket)
+        flat = adjacent(pieces)
+        if flat is None:
+            return self._copied(pieces, _empty)
+        return flat
+
+    def copy(self, bucket: Bucket, allocate: Callable[[int, torch.device], Tensor]) -> Tensor:
+        """Return the flat bytes in memory from ``allocate(bytes, device)``."""
+        return self._copied(self._pieces(bucket), allocate)
+
+    def _copied(
+        self, pieces: list[Tensor], allocate: Callable[[int, torch.device], Tensor]
+    ) -> Tensor:
+        """Copy ``pieces`` into the buffer that the call before the last one used, or into a larger new one."""
+        size = sum(piece.numel() for piece in pieces)
+        self._buffers.reverse()
+        buffer = self._buffers[0]
+        if buffer is None or buffer.numel() < size:
+            buffer = allocate(size, pieces[0].device)
+            self._buffers[0] = buffer
+        return torch.cat(pieces, out=buffer[:size])
 
 
-class TensorStrategy(Strategy):
+def _empty(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+class TensorStrategy(BucketStrategy):
     """Shares memory with engines on the sender's own host; nothing is transferred.
 
     On a CPU the bucket is copied into shared memory; on a GPU the engine opens it by CUDA IPC (not yet run on a GPU).
@@ -291,31 +180,34 @@ class TensorStrategy(Strategy):
     # engines do not wait for each other.
     spread = True
 
-    def __init__(self, transfer: Transfer) -> None:
-        super().__init__(transfer)
-        for engine in transfer.engines.members:
+    def __init__(self, source: WeightSource, config: WeightSyncConfig) -> None:
+        super().__init__(source, config)
+        self._packer = Packer(self._pieces)
+        # The engines may still read the buffers of ``_packer``. So buckets are packed elsewhere to find their changes.
+        self._comparison_packer = Packer(self._pieces)
+        self._requests: dict[str, Future[None]] = {}
+
+    def _pieces(self, bucket: Bucket) -> list[Tensor]:
+        return self.attached.first.pieces(bucket)
+
+    def attach(self, engines: Engines) -> None:
+        for engine in engines.members:
             if not on_this_host(engine.url):
                 raise EngineMismatchError(
                     f"weight_sync.strategy tensor: the engine at {engine.url} runs on another host "
-                    f"than trainer rank {transfer.rank}; memory is shared within one host only, expected "
+                    f"than trainer rank {self.rank}; memory is shared within one host only, expected "
                     "strategy distributed or disk"
                 )
-        self._packer = Packer(transfer.engines.first.pieces)
-        # The engines may still read the buffers of ``_packer``. So buckets are packed elsewhere to find their changes.
-        self._comparison_packer = Packer(transfer.engines.first.pieces)
-        self._requests: dict[str, Future[None]] = {}
-
-    def begin(self, meeting_points: Sequence[Any]) -> None:
-        if self._transfer.is_rank_0:
-            self._transfer.engines.each(lambda e: e.begin())
+        super().attach(engines)
 
     def send(self, bucket: Bucket) -> int:
         """Copy the bucket into memory that engines can open. Make the engines load it after the previous bucket."""
-        engines = self._transfer.engines
+        engines = self.attached
         header = engines.first.header([(name, tensor.shape) for name, tensor in bucket])
         changes = None
-        if self._transfer.sent_weights is not None:
-            changes = self._transfer.changes(bucket, self._comparison_packer.pack(bucket))
+        if self.sent_weights is not None:
+            packed = self._comparison_packer.pack(bucket)
+            changes = self.sent_weights.changes(packed, item_bytes(header))
         if changes is None:
             data = self._packer.copy(bucket, shared_empty)
         else:
@@ -323,100 +215,108 @@ class TensorStrategy(Strategy):
             data = shared_empty(header.bytes, changes.values.device)
             torch.cat(changes.pieces(), out=data)
         self.arrive()
-        self._requests = engines.start(lambda e: e.receive_shared(header, data))
+        self._requests = engines.start(lambda engine: engine.receive_shared(header, data))
         return data.numel()
 
     def arrive(self) -> None:
         requests = self._requests
         self._requests = {}
         if requests:
-            timeout = self._transfer.timeout_s
-            self._transfer.engines.arrive(requests, timeout, "loading shared tensors")
-
-    def end(self) -> None:
-        self._transfer.engines.each(lambda e: e.end())
+            self.attached.arrive(requests, self.config.timeout_s, "loading shared tensors")
 
     def abort(self) -> None:
         """Use new buffers from here on: an engine may still be reading the old buffers."""
-        # As in ``DistributedStrategy.abort``. The requests of other ranks are not waited for.
+        # A request that is still on its way would load its bucket into the session that a caller opens next. The
+        # requests of other ranks are not waited for.
         wait(self._requests.values(), GRACE_S)
         self._requests = {}
-        self._packer = Packer(self._transfer.engines.first.pieces)
+        self._packer = Packer(self._pieces)
 
 
-class DiskStrategy(Strategy):
-    """Rank 0 writes a Hugging Face folder on shared storage, and the engines read the folder.
+class FolderStrategy(BucketStrategy):
+    """Rank 0 writes a folder on shared storage, and the engines read the folder.
 
-    This strategy is the slowest, but a shared file system also reaches engines that no broadcast group reaches. The
-    folder is removed when the engines have read it. By default it is in this host's memory. So EngineMismatchError is
-    raised if no folder is configured and an engine is on another host.
+    This reaches engines that no group of processes reaches. The folder is removed when the engines have read it. By
+    default it is in this host's memory. So EngineMismatchError is raised if no folder is configured and an engine is on
+    another host.
     """
 
-    def __init__(self, transfer: Transfer) -> None:
-        super().__init__(transfer)
-        require_shared_folder(transfer)
+    def __init__(self, source: WeightSource, config: WeightSyncConfig) -> None:
+        super().__init__(source, config)
         self._folder: Path | None = None
-        self._writing = ExitStack()
-        self._writer: ShardedWriter | None = None
 
-    def begin(self, meeting_points: Sequence[Any]) -> None:
-        first_engine = self._transfer.engines.first
-        tensors: dict[str, TensorSpec] = {}
-        for bucket in self._transfer.plan:
-            gathered = [(t.name, t.shape) for t in bucket.tensors]
-            for sent_name, dims in first_engine.sent_shapes(gathered):
-                dtype = first_engine.tensors.sent_dtype(sent_name, self._transfer.dtype)
-                for name in first_engine.inputs(sent_name):
-                    tensors[name] = TensorSpec(tuple(dims), dtype)
-        self._folder = new_folder(self._transfer, "weights")
-        self._writer = self._writing.enter_context(ShardedWriter(self._folder / "hf", tensors))
+    def attach(self, engines: Engines) -> None:
+        remote_urls = [e.url for e in engines.members if not on_this_host(e.url)]
+        if remote_urls and self.config.directory is None:
+            raise EngineMismatchError(
+                f"weight_sync.strategy disk: the engine at {remote_urls[0]} runs on another host; expected "
+                "weight_sync.directory, a folder that trainer and engines see under the same path"
+            )
+        super().attach(engines)
 
-    def send(self, bucket: Bucket) -> int:
-        assert self._writer is not None
-        written = 0
-        for name, tensor in bucket:
-            for engine_name in self._transfer.engines.first.inputs(name):
-                self._writer.write_rows(engine_name, 0, tensor)
-                written += tensor.nbytes
-        return written
+    def new_folder(self, name: str) -> Path:
+        """Return a path for a new folder ``name``, in the configured folder, or in shared memory by default."""
+        base = Path(self.config.directory or MEMORY)
+        base.mkdir(parents=True, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{private_name()}{name}-", dir=base))
+        return self._folder / name
 
-    def end(self) -> None:
-        assert self._folder is not None
-        self._writing.close()
-        folder = str(self._folder / "hf")
-        self._transfer.engines.each(lambda e: e.load_folder(folder))
-        self._remove()
-
-    def abort(self) -> None:
-        self._writing.pop_all()
-        self._remove()
-
-    def _remove(self) -> None:
-        self._writer = None
+    def remove_folder(self) -> None:
+        """Remove the folder, if there is one."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
 
-def require_shared_folder(transfer: Transfer) -> None:
-    """Raise EngineMismatchError if an engine runs on another host and no shared folder is configured."""
-    remote_urls = [e.url for e in transfer.engines.members if not on_this_host(e.url)]
-    if remote_urls and transfer.directory is None:
-        raise EngineMismatchError(
-            f"weight_sync.strategy disk: the engine at {remote_urls[0]} runs on another host; expected "
-            "weight_sync.directory, a folder that trainer and engines see under the same path"
-        )
+MEMORY = "/dev/shm"
+"""Folder in the memory of this host, for engines on the same host."""
 
 
-def new_folder(transfer: Transfer, purpose: str) -> Path:
-    """Create a folder in the configured folder. If no folder is configured, create it in shared memory."""
-    base = Path(transfer.directory or MEMORY)
-    base.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f"{private_name()}{purpose}-", dir=base))
+class DiskStrategy(FolderStrategy):
+    """Sends the weights as a Hugging Face folder. This strategy is the slowest."""
+
+    def __init__(self, source: WeightSource, config: WeightSyncConfig) -> None:
+        super().__init__(source, config)
+        self._path = Path()
+        self._writing = ExitStack()
+        self._writer: ShardedWriter | None = None
+
+    def begin(self, meeting_points: Sequence[Any]) -> None:
+        if self.engines is None:
+            return
+        first_engine = self.engines.first
+        tensors: dict[str, TensorSpec] = {}
+        for bucket in self.buckets:
+            gathered = [(t.name, t.shape) for t in bucket.tensors]
+            for sent_name, dims in first_engine.sent_shapes(gathered):
+                dtype = first_engine.tensors.sent_dtype(sent_name, self.dtype)
+                for name in first_engine.inputs(sent_name):
+                    tensors[name] = TensorSpec(tuple(dims), dtype)
+        self._path = self.new_folder("weights")
+        self._writer = self._writing.enter_context(ShardedWriter(self._path, tensors))
+
+    def send(self, bucket: Bucket) -> int:
+        assert self._writer is not None
+        written = 0
+        for name, tensor in bucket:
+            for engine_name in self.attached.first.inputs(name):
+                self._writer.write_rows(engine_name, 0, tensor)
+                written += tensor.nbytes
+        return written
+
+    def end(self) -> None:
+        self._writing.close()
+        self.attached.each(lambda engine: engine.load_folder(str(self._path)))
+        self.abort()
+
+    def abort(self) -> None:
+        self._writing.pop_all()
+        self._writer = None
+        self.remove_folder()
 
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    "distributed": DistributedStrategy,
+    "distributed": ShardStrategy,
     "tensor": TensorStrategy,
     "disk": DiskStrategy,
 }

@@ -5,28 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-import torch
-from torch import Tensor
-
-from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import UNBOUNDED
 from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION
 from megatron_dppo.engine.server_state import MemoryTag
-from megatron_dppo.engine.shards import PlanFacts
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics import table as metric_names
-from megatron_dppo.model.gather_plan import ParameterKey
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.quantization import Rounding
-from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import AlteredMemoryError, RunError
 from megatron_dppo.system.failpoints import failpoint
@@ -34,24 +24,20 @@ from megatron_dppo.system.lease import FencedError
 from megatron_dppo.weight_sync import canary, verification
 from megatron_dppo.weight_sync.engines import (
     ENGINE_FAULTS,
-    Bucket,
     Digests,
     EngineFaultError,
     Engines,
     OpenEngine,
-    Plan,
-    Strategy,
-    Transfer,
 )
-from megatron_dppo.weight_sync.sent_weights import SentWeights
-from megatron_dppo.weight_sync.shards import ServerFacts, Shards, ShardStrategy
+from megatron_dppo.weight_sync.phases import Phases
+from megatron_dppo.weight_sync.source import WeightSource
 from megatron_dppo.weight_sync.strategies import STRATEGIES
+from megatron_dppo.weight_sync.strategy import Strategy, Streamed
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-MIB = 1 << 20
 _GB = 10**9
 _BUSY = "requests kept the engine busy beyond weight_sync.timeout_s"
 _GENERATING_PHASES = ("canary", "commit")
@@ -63,117 +49,6 @@ Agree = Callable[[str | None], str | None]
 
 With one rank it is the identity.
 """
-
-
-class WeightSource(Protocol):
-    """The trainer's weights, for updates. ``gather``, ``all_gather`` and ``score`` are collective.
-
-    Attributes:
-        rank: this process's global rank.
-        dtype_name: the dtype of the weights, "float32" or "bfloat16".
-    """
-
-    @property
-    def rank(self) -> int: ...
-
-    def plan(self, bucket_bytes: int, *, spread: bool) -> Plan:
-        """Plan all weights in buckets of ``bucket_bytes``.
-
-        With ``spread``, each bucket's receiver is the rank that holds most of the bucket. Without ``spread``, rank 0
-        receives all buckets.
-        """
-
-    @property
-    def shape(self) -> ModelShape: ...
-
-    @property
-    def layout(self) -> Layout: ...
-
-    def values(self) -> Mapping[ParameterKey, Tensor]:
-        """Return this rank's tensors."""
-
-    def all_max(self, values: Tensor) -> Tensor:
-        """Return the element-wise maximum of the vectors ``values`` of all ranks. Collective."""
-
-    def gather(self, plan: Plan) -> Iterator[Gathered]:
-        """Gather the plan's buckets one after another, each on its receiver.
-
-        The tensors of a bucket stay unchanged until the caller asks for the second bucket after it.
-        """
-
-    def held_update(self) -> tuple[float, float]:
-        """Return this rank's part of UpdateReport's ``held_update``, for the last ``gather``.
-
-        These are the sums of h d and of d^2. d is the exact change of an element by merged adapters, h is the change
-        that the weights' type holds.
-        """
-
-    def bytes_between_nodes(self, plan: Plan) -> int:
-        """Return the bytes that the plan's gathers send from one node to another."""
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the JSON values of all ranks, by rank."""
-
-    def score(
-        self, prompts: Sequence[Sequence[int]], *, rounding: Rounding | None = None
-    ) -> list[list[float]]:
-        """Return log p(token | tokens before it) at temperature 1, by prompt, for every token but the first.
-
-        ``rounding``: score with weights that are rounded as the engines' block-FP8 weights are, or otherwise.
-        """
-
-    @property
-    def rounds_as_engines(self) -> bool:
-        """Whether ``score`` can round the weights that block-FP8 engines hold."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def is_routed(self) -> bool:
-        """Whether layers have a router of experts."""
-
-    @property
-    def dtype_name(self) -> str: ...
-
-
-class Phases:
-    """One rank's calls of an update, timed by phase. After a call fails with one of ENGINE_FAULTS, no further call
-    runs.
-
-    Attributes:
-        error: the exception of the call that failed, or None.
-        seconds: wall time by phase.
-    """
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-
-    def run(
-        self, phase: str, call: Callable[P, T], *arguments: P.args, **options: P.kwargs
-    ) -> T | None:
-        """Return the result of ``call``; None if it fails, or if an earlier call failed."""
-        if self.error is not None:
-            return None
-        with self.timed(phase):
-            try:
-                failpoint(f"update/{phase}")
-                return call(*arguments, **options)
-            except ENGINE_FAULTS as error:
-                self.error = error
-                return None
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - start
 
 
 class WeightUpdateError(RunError):
@@ -295,30 +170,27 @@ def _mismatches_of(error: Exception | None) -> str | None:
 
 
 class RankFacts(NamedTuple):
-    """One rank's part in an update.
+    """One rank's part in an update, as all ranks share it.
 
     Attributes:
         sent_bytes: bytes sent to engines.
-        received_bytes: bytes received from other ranks; with ``shards``, bytes that engine ranks send on.
+        moved_bytes: bytes that moved otherwise; see Streamed.
+        between_nodes: the part of both that travelled to another node.
         partials: the rank's partial checksums; None if the rank hashed no tensor.
         foreign_hosts: engine hosts other than the rank's own; empty if the rank sends nothing.
-        copies: how many times each byte is sent to engines. Only rank 0's value is used.
         whole_bytes: bytes of all weights in the form that engines receive. Only rank 0's value is used.
         fewest_bytes: the fewest bytes that any plan moves into the engines. Only rank 0's value is used.
         held: the result of ``WeightSource.held_update``.
-        between_nodes: the part of these bytes that travelled to another node; None: ``sent_bytes``, once for each of
-            ``foreign_hosts``.
     """
 
     sent_bytes: int
-    received_bytes: int
+    moved_bytes: int
+    between_nodes: int
     partials: list[Any] | None
     foreign_hosts: list[str]
-    copies: int
     whole_bytes: int
     fewest_bytes: int
     held: Sequence[float] = (0.0, 0.0)
-    between_nodes: int | None = None
 
 
 def held_update(facts: Sequence[RankFacts]) -> float | None:
@@ -328,34 +200,19 @@ def held_update(facts: Sequence[RankFacts]) -> float | None:
     return along / size if size > 0 else None
 
 
-def count_bytes(facts: Sequence[RankFacts], between_nodes: int) -> dict[str, int]:
-    """Compute the byte counts of an UpdateReport.
-
-    Args:
-        facts: by rank.
-        between_nodes: the bytes that ranks exchange between nodes.
-    """
-    copies = facts[0].copies
-    whole_bytes = facts[0].whole_bytes
-    sent_bytes = 0
-    received_bytes = 0
-    foreign_hosts_by_sender: list[set[str]] = []
-    for rank_facts in facts:
-        sent_bytes += rank_facts.sent_bytes
-        received_bytes += rank_facts.received_bytes
-        if rank_facts.between_nodes is None:
-            between_nodes += rank_facts.sent_bytes * len(rank_facts.foreign_hosts)
-        else:
-            between_nodes += rank_facts.between_nodes
-        if rank_facts.sent_bytes:
-            foreign_hosts_by_sender.append(set(rank_facts.foreign_hosts))
+def count_bytes(facts: Sequence[RankFacts]) -> dict[str, int]:
+    """Compute the byte counts of an UpdateReport from the facts of all ranks."""
+    sent_bytes = sum(rank_facts.sent_bytes for rank_facts in facts)
+    moved_bytes = sum(rank_facts.moved_bytes for rank_facts in facts)
+    hosts_by_sender = [set(f.foreign_hosts) for f in facts if f.sent_bytes]
     # The engine hosts without a sender: every sender reaches them through the network.
-    foreign_to_all = set.intersection(*foreign_hosts_by_sender)
+    foreign_to_all = set.intersection(*hosts_by_sender)
+    whole_bytes = facts[0].whole_bytes
     return {
         "bytes": sent_bytes,
-        "bytes_moved": received_bytes + copies * sent_bytes,
+        "bytes_moved": moved_bytes + sent_bytes,
         "bytes_bound": facts[0].fewest_bytes,
-        "bytes_between_nodes": between_nodes,
+        "bytes_between_nodes": sum(rank_facts.between_nodes for rank_facts in facts),
         "bytes_between_nodes_bound": whole_bytes * len(foreign_to_all),
         "bytes_into_node_bound": whole_bytes if foreign_to_all else 0,
     }
@@ -401,16 +258,12 @@ class WeightUpdater:
     quantization: str | None = field(default=None, kw_only=True)
     is_atomic: bool = field(default=False, kw_only=True)
     committed_version: int | None = field(default=None, init=False)
-    _plan: Plan | None = field(default=None, init=False)
     _strategy: Strategy | None = field(default=None, init=False)
     _engines: Engines | None = field(default=None, init=False)
     _updates_since: dict[str, int] = field(
         default_factory=lambda: {"verify": 0, "canary": 0, "memory": 0}, init=False
     )
-    _sent_weights: SentWeights | None = field(default=None, init=False)
     _engines_take_changes: bool = field(default=False, init=False)
-    _shard_facts: PlanFacts | None = field(default=None, init=False)
-    _shards: Shards | None = field(default=None, init=False)
     _digests: Digests | None = field(default=None, init=False)
     _has_digests: bool = field(default=False, init=False)
 
@@ -431,8 +284,7 @@ class WeightUpdater:
         except ENGINE_FAULTS as fault:
             error = fault
         self._share(error, "no engine for weight updates")
-        if self.config.strategy == "shards":
-            self._open_shards()
+        self._transfer.plan(self.source)
         if self.config.changes_only:
             own_answer = self._engines is None or self._engines.take_changes
             self._engines_take_changes = all(self.source.all_gather(own_answer))
@@ -464,11 +316,11 @@ class WeightUpdater:
             if not verify:
                 # The present digests are of the previous version, and this update computes no new ones.
                 self._keep_digests(None, exist=False)
-            sent, received, partials = self._stream(phases, verify, sends_changes=sends_changes)
+            streamed = self._stream(phases, verify, sends_changes=sends_changes)
             # Share failures only now: until the last bucket every rank is in the gathers, and no rank may leave them.
-            self._with_strategy(phases, "arrive", Strategy.arrive)
+            phases.run("arrive", self._transfer.arrive)
             self._share(phases.error, title)
-            facts = self._gather_facts(sent, received, partials)
+            facts = self._gather_facts(streamed)
             self._on_rank_0(phases, "end", self._end)
             compared_tensors = 0
             if verify:
@@ -489,7 +341,7 @@ class WeightUpdater:
         # A comparison that is due while the served version has no digests stays due until a version has digests.
         self._count(verify=verify, canary=score, memory=compared_version is not None)
         committed_at = time.perf_counter()
-        counts = count_bytes(facts, between_nodes=self.source.bytes_between_nodes(self._plan or ()))
+        counts = count_bytes(facts)
         return UpdateReport(
             version=version,
             **counts,
@@ -518,8 +370,7 @@ class WeightUpdater:
             raise
         except AlteredEngineError:
             # The engines are paused with an unverified version, and stay so.
-            if self._strategy is not None:
-                self._strategy.abort()
+            self._transfer.abort()
             raise
         except BaseException as error:
             self._abort(phases, version)
@@ -551,13 +402,12 @@ class WeightUpdater:
     def close(self, *, at_once: bool = False) -> None:
         """Close the connections. The engines keep running with their present weights.
 
-        ``at_once``: do not wait for the engines to leave their broadcast groups.
+        ``at_once``: do not wait for the engines to leave the groups of updates.
         """
         if self._strategy is not None and not at_once:
             self._strategy.close()
         if self._engines is not None:
             self._engines.close()
-        self._strategy = None
         self._engines = None
 
     def _begin(
@@ -583,10 +433,10 @@ class WeightUpdater:
         if compared_version is not None:
             # Compare before the session opens: an engine with an open session answers no request for checksums.
             self._compare_memory(phases, compared_version)
-        meeting_point = self._with_strategy(phases, "begin", Strategy.meeting_point)
+        meeting_point = phases.run("begin", self._transfer.meeting_point)
         self._share(phases.error, title)
         meeting_points = self.source.all_gather(meeting_point)
-        self._with_strategy(phases, "begin", Strategy.begin, meeting_points)
+        phases.run("begin", self._transfer.begin, meeting_points)
         self._share(phases.error, title)
         return paused_at
 
@@ -596,93 +446,21 @@ class WeightUpdater:
             return engines.interrupt()
         return engines.drain(self.config.timeout_s)
 
-    def _stream(
-        self, phases: Phases, verify: bool, *, sends_changes: bool
-    ) -> tuple[int, int, list[Any] | None]:
-        """Gather all buckets, and send the buckets that this rank receives.
-
-        With ``sends_changes``, send only the changes since the last update.
-
-        Returns:
-            The bytes that this rank sent, the bytes that it received from other ranks, and its partial checksums.
-        """
-        if isinstance(self._strategy, ShardStrategy):
-            return self._stream_shards(phases, self._strategy, verify, sends_changes=sends_changes)
-        assert self._plan is not None
-        expected_checksums = None
-        if verify and self._engines is not None and self._sends():
-            expected_checksums = verification.ExpectedByLayout(self._engines)
-        if self._sent_weights is not None:
-            self._sent_weights.begin(is_base=sends_changes)
-        sent = 0
-        received = 0
-        buckets = self.source.gather(self._plan)
-        while True:
-            with phases.timed("gather"):
-                bucket = next(buckets, None)
-            if bucket is None:
-                break
-            received += bucket.received
-            # Gather the remaining buckets after a failure too: the other ranks wait in this collective.
-            if phases.error is not None:
-                continue
-            if bucket.tensors:
-                encoded = self._encode(phases, bucket.tensors)
-                sent += self._with_strategy(phases, "transfer", Strategy.send, encoded) or 0
-                if expected_checksums is not None:
-                    phases.run("hash", expected_checksums.add, encoded)
-            # Abort immediately: engines may be waiting for this rank's next bucket.
-            if phases.error is not None and self._strategy is not None:
-                self._strategy.abort()
-        partials = None
-        if expected_checksums is not None:
-            partials = expected_checksums.partials()
-        return sent, received, partials
-
-    def _stream_shards(
-        self, phases: Phases, strategy: ShardStrategy, verify: bool, *, sends_changes: bool
-    ) -> tuple[int, int, list[Any] | None]:
-        """Pack, send and hash all messages of this rank; see ``_stream``."""
-        shards = strategy.shards
-        checksums = shards.checksums() if verify else None
-        if self._sent_weights is not None:
-            self._sent_weights.begin(is_base=sends_changes)
-        with phases.timed("gather"):
-            values = self.source.values()
-            shards.prepare(values, self.source.all_max)
-        sent = 0
-        for message in shards.messages:
-            data = phases.run("gather", shards.pack, message, values)
-            if data is not None:
-                sent += phases.run("transfer", strategy.send_message, message, data) or 0
-            if data is not None and checksums is not None:
-                phases.run("hash", checksums.add, message, data)
-            if phases.error is not None:
-                strategy.abort()
-                return sent, 0, None
-        partials = checksums.partials() if checksums is not None else None
-        return sent, strategy.forwarded, partials
-
-    def _encode(self, phases: Phases, bucket: Bucket) -> Bucket:
-        """Return the tensors to send for a gathered bucket, in the engines' dtypes."""
-        if self._engines is None:
-            return bucket
-        with phases.timed("transfer"):
-            return self._engines.first.encode(bucket)
+    def _stream(self, phases: Phases, verify: bool, *, sends_changes: bool) -> Streamed:
+        """Send all weights. With ``sends_changes``, send only the changes since the last update. Collective."""
+        return self._transfer.stream(
+            self.source, phases, verify=verify, sends_changes=sends_changes
+        )
 
     def _end(self, engines: Engines) -> None:
         """Close the transfer, and drop the engines' cached keys and values of the old weights."""
-        assert self._strategy is not None
-        self._strategy.end()
+        self._transfer.end()
         engines.flush()
 
     def _verify(self, phases: Phases, partials: list[Any]) -> int:
         """Compare the engines' checksums with all senders' ``partials``. Returns the number of tensors."""
-        if isinstance(self._strategy, ShardStrategy):
-            shards = self._strategy.shards
-            digests = self._on_rank_0(phases, "verify", lambda _: shards.digests(partials))
-        else:
-            digests = self._on_rank_0(phases, "verify", verification.expected_digests, partials)
+        transfer = self._transfer
+        digests = self._on_rank_0(phases, "verify", lambda _: transfer.digests(partials))
         self._keep_digests(digests, exist=True)
         if digests is None:
             return 0
@@ -833,8 +611,7 @@ class WeightUpdater:
 
     def _abort(self, phases: Phases, version: int) -> None:
         failpoint("update/abort")
-        if self._strategy is not None:
-            self._strategy.abort()
+        self._transfer.abort()
         if not self._is_rank_0 or self._engines is None:
             return
         # Before the canary, the engines need no quarantine: they are paused with an unverified version already, unless
@@ -866,67 +643,28 @@ class WeightUpdater:
     def _is_rank_0(self) -> bool:
         return self.source.rank == 0
 
-    def _sends(self) -> bool:
-        """Whether the plan has buckets that this rank sends."""
-        return any(bucket.receiver == self.source.rank for bucket in self._plan or ())
-
     @property
     def _adapter(self) -> str | None:
         """The name of the adapters that the engines use to score the canary's prompts; None without adapters."""
         return None
 
-    def _strategy_of(self, transfer: Transfer) -> Strategy:
-        return STRATEGIES[self.config.strategy](transfer)
+    def _new_strategy(self) -> Strategy:
+        return STRATEGIES[self.config.strategy](self.source, self.config)
 
-    def _open_shards(self) -> None:
-        """Plan an update of the engines that rank 0 has opened. Collective."""
-        own_facts = None if self._engines is None else ServerFacts.of(self._engines).to_json()
-        servers = ServerFacts.of_json(self.source.all_gather(own_facts)[0])
-        facts = PlanFacts(
-            self.source.layout,
-            tuple(servers.layouts),
-            self.config.bucket_mib * MIB,
-            self.source.dtype_name,
-            servers.quantized,
-        )
-        rank = self.source.rank
-        if facts != self._shard_facts:
-            self._shard_facts = facts
-            self._shards = Shards(self.source.shape, facts, servers.device, rank)
-        if self.config.changes_only:
-            self._sent_weights = SentWeights()
-        assert self._shards is not None
-        self._strategy = ShardStrategy(
-            self._shards, servers, self._engines, rank, self.config.timeout_s, self._sent_weights
-        )
+    @property
+    def _transfer(self) -> Strategy:
+        """The strategy. It is made once, and used for all updates."""
+        if self._strategy is None:
+            self._strategy = self._new_strategy()
+        return self._strategy
 
     def _open(self, urls: Sequence[str]) -> None:
-        if self.config.strategy == "shards":
-            if self._is_rank_0:
-                engines = Engines.connect(urls, self.open_engine, self.runner)
-                try:
-                    ServerFacts.of(engines)
-                except BaseException:
-                    engines.close()
-                    raise
-                self._engines = engines
-            return
-        if self._plan is None:
-            size = self.config.bucket_mib * MIB
-            self._plan = self.source.plan(size, spread=STRATEGIES[self.config.strategy].spread)
-        if not (self._is_rank_0 or self._sends()):
+        """Connect to the engines if this rank calls them."""
+        if not self._transfer.calls_engines:
             return
         engines = Engines.connect(urls, self.open_engine, self.runner)
-        dtype = getattr(torch, self.source.dtype_name)
-        limit = self.config.timeout_s
-        folder = self.config.directory
-        if self.config.changes_only and self._sent_weights is None:
-            self._sent_weights = SentWeights()
-        sent_weights = self._sent_weights
         try:
-            rank = self.source.rank
-            transfer = Transfer(rank, engines, self._plan, dtype, limit, folder, sent_weights)
-            self._strategy = self._strategy_of(transfer)
+            self._transfer.attach(engines)
         except BaseException:
             engines.close()
             raise
@@ -947,57 +685,20 @@ class WeightUpdater:
             raise ValueError("weight update: no engine is attached")
         return phases.run(phase, call, self._engines, *arguments, **options)
 
-    def _with_strategy(
-        self,
-        phases: Phases,
-        phase: str,
-        method: Callable[Concatenate[Strategy, P], T],
-        *arguments: P.args,
-        **options: P.kwargs,
-    ) -> T | None:
-        """Run the strategy's ``method`` on every rank that takes part in the transfer."""
-        if self._strategy is None:
-            return None
-        # ``method`` is a method of the base class. Call the override of the strategy's own class.
-        bound_method = getattr(self._strategy, method.__name__)
-        return phases.run(phase, bound_method, *arguments, **options)
-
-    def _byte_facts(self) -> tuple[int, int, int]:
-        """Return ``copies``, ``whole_bytes`` and ``fewest_bytes`` of RankFacts."""
-        if self._strategy is None:
-            return 0, 0, 0
-        if isinstance(self._strategy, ShardStrategy):
-            shards = self._strategy.shards
-            return 1, shards.whole_bytes, shards.plan.bound
-        whole_bytes = self._whole_bytes()
-        return self._strategy.copies, whole_bytes, self._strategy.fewest_bytes(whole_bytes)
-
-    def _whole_bytes(self) -> int:
-        """Return the bytes of all weights in the form that engines receive."""
-        assert self._engines is not None
-        first_engine = self._engines.first
-        return sum(first_engine.planned_header(bucket).bytes for bucket in self._plan or ())
-
-    def _gather_facts(
-        self, sent: int, received: int, partials: list[Any] | None
-    ) -> list[RankFacts]:
+    def _gather_facts(self, streamed: Streamed) -> list[RankFacts]:
         """Return the RankFacts of all ranks, by rank. Collective."""
-        byte_facts = self._byte_facts()
-        hosts = self._foreign_hosts()
-        held = self.source.held_update()
-        between_nodes = None
-        if isinstance(self._strategy, ShardStrategy):
-            between_nodes = self._strategy.between_nodes
-        own_facts = RankFacts(sent, received, partials, hosts, *byte_facts, held, between_nodes)
+        transfer = self._transfer
+        own_facts = RankFacts(
+            streamed.sent,
+            streamed.moved,
+            streamed.between_nodes,
+            streamed.partials,
+            transfer.foreign_hosts,
+            transfer.whole_bytes,
+            transfer.fewest_bytes,
+            self.source.held_update(),
+        )
         return [RankFacts(*values) for values in self.source.all_gather(list(own_facts))]
-
-    def _foreign_hosts(self) -> list[str]:
-        """Return the engine hosts, other than this rank's host, that receive this rank's bytes."""
-        if isinstance(self._strategy, ShardStrategy):
-            return self._strategy.foreign_hosts
-        if self._engines is None or self._strategy is None or not self._sends():
-            return []
-        return self._engines.foreign_hosts
 
     def _is_due(self, check: str, period: int) -> bool:
         """Whether this update makes ``check``. Every ``period``-th update makes the check; 0: no update makes it."""

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from megatron_dppo.weight_sync import verification
 from megatron_dppo.weight_sync.engines import Engines
-from megatron_dppo.weight_sync.strategies import DistributedStrategy
+from megatron_dppo.weight_sync.shards import ShardStrategy
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from tests.integration import weight_server
 from tests.integration.weight_server import Source, engine_weights, read, updater
@@ -54,10 +54,10 @@ def in_stream(source: Source) -> None:
 
 POINTS: dict[str, Callable[[Source], None]] = {
     "paused": at(WeightUpdater, "_pause", is_after=True),
-    "joining": at(DistributedStrategy, "_all_arrive"),
-    "connecting": at(DistributedStrategy, "_all_arrive", call=2),
+    "joining": at(ShardStrategy, "_all_arrive"),
+    "receiving": at(ShardStrategy, "_receive"),
     "streaming": in_stream,
-    "arrived": at(DistributedStrategy, "arrive", is_after=True),
+    "arrived": at(ShardStrategy, "arrive", is_after=True),
     "verifying": at(verification, "compare_tensors"),
     "committing": at(Engines, "commit"),
     "half committed": at(Engines, "set_version", call=2, is_after=True),
@@ -82,7 +82,7 @@ def main() -> None:
 
 def run_until_death(url: str, model: str, folder: Path, point: str) -> NoReturn:
     engine = weight_server.RUNNER.run(engine_weights(url, model))
-    source = Source(read(folder))
+    source = Source(folder, weights=read(folder))
     updates = updater(engine, source)
     if point == PARKED:
         updates.release_memory(["kv_cache", "weights"])

@@ -17,8 +17,7 @@ from megatron_dppo.engine.server_state import state_of
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import load_model_shape
-from tests.integration.test_shards import ShardSource
-from tests.integration.test_weight_sync import GatherInterruptedError, end_the_gather, nudge
+from tests.integration.test_weight_sync import INTERRUPTED, interrupt_update, nudge
 from tests.integration.weight_server import (
     ADMIN_KEY,
     KEY,
@@ -104,9 +103,9 @@ def test_updates_reach_every_replica(
     assert engine.tensors.layout == EngineLayout.of_options(options)
     assert engine.tensors.layout.attention_replicas == 2
     RUNNER.run(engine.check_tensors())
-    for version, strategy in enumerate(("distributed", "tensor", "shards"), start=1):
+    for version, strategy in enumerate(("distributed", "tensor"), start=1):
         folder = (server.folder, trained)[version % 2]
-        updates = updater(engine, ShardSource(folder), strategy=strategy)
+        updates = updater(engine, Source(folder), strategy=strategy)
         assert updates.update(version).verified
         updates.close()
         assert_all_serve(server, folder, version)
@@ -117,19 +116,20 @@ def test_an_interrupted_update_is_served_by_no_replica(
 ) -> None:
     """After an update of changes, all replicas serve the version before. After whole weights, all stay paused."""
     old = read(trained)
-    updates = updater(server.weights(), Source(old), changes_only=True)
+    updates = updater(server.weights(), Source(trained, weights=old), changes_only=True)
     updates.update(11)
-    updates.source = Source(nudge(old), between=end_the_gather)
-    with pytest.raises(GatherInterruptedError):
+    updates.source = Source(trained, weights=nudge(old), between=interrupt_update)
+    with pytest.raises(INTERRUPTED, match="the update was interrupted"):
         updates.update(12)
     assert_all_serve(server, trained, 11)
-    updates.source.between = end_the_gather
-    with pytest.raises(GatherInterruptedError):
+    assert isinstance(updates.source, Source)
+    updates.source.between = interrupt_update
+    with pytest.raises(INTERRUPTED, match="the update was interrupted"):
         updates.update(12)
     assert server.version() == "unverified-12"
     waiting = [Generation(server, 2) for _ in range(4)]
     assert not any(request.begun.wait(1) for request in waiting)
-    updates.source = Source(old)
+    updates.source = Source(trained, weights=old)
     assert updates.update(12).verified
     for request in waiting:
         assert set(request.versions()) == {"12"}
@@ -139,7 +139,7 @@ def test_an_interrupted_update_is_served_by_no_replica(
 
 def test_every_replica_records_the_routing_of_its_requests(server: RunningServer) -> None:
     """Batches of several lengths run at the same time, so that a replica's rows begin at changing places."""
-    updates = updater(server.weights(), Source(read(server.folder)))
+    updates = updater(server.weights(), Source(server.folder, weights=read(server.folder)))
     updates.update(21)
     updates.close()
     shape = RoutedShape.of_model(load_model_shape(server.folder))
@@ -188,7 +188,7 @@ def test_all_replicas_flush_pause_and_park(server: RunningServer, trained: Path)
     assert state.released == ("kv_cache", "weights")
     RUNNER.run(engine.restore())
     # Use no canary: during a canary the server would answer the waiting requests before the version is committed.
-    updates = updater(engine, Source(read(trained)))
+    updates = updater(engine, Source(trained, weights=read(trained)))
     assert updates.update(31).verified
     updates.close()
     for request in waiting:

@@ -29,7 +29,7 @@ from megatron_dppo.weight_sync.engines import Bucket, EngineFaultError
 from megatron_dppo.weight_sync.transaction import WeightUpdateError
 from megatron_dppo.weight_sync.verification import ChecksumMismatchError
 from tests.integration.runs import TrainingRun, summary_of, write_material
-from tests.integration.test_weight_sync import GatherInterruptedError, end_the_gather
+from tests.integration.test_weight_sync import INTERRUPTED, interrupt_update
 from tests.integration.weight_server import (
     RUNNER,
     RunningServer,
@@ -53,6 +53,8 @@ SIZES = {
 }
 """Sizes of the model. On one or two ranks, each rank's share is a multiple of the block size 128."""
 MATRICES_OF_A_LAYER = 4 + 3 * SIZES["num_experts"]
+READS_OF_SCALES = 90
+"""All matrices are read once for their scales, before the first message. The next reads are of messages."""
 
 
 def save_model(folder: Path, seed: int) -> Path:
@@ -69,11 +71,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("trained"), 1)
-
-
-class Bf16Source(Source):
-    dtype_name = "bfloat16"
-    is_routed = True
 
 
 def rounded_experts(experts: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -137,7 +134,7 @@ def assert_serves_fp8(server: RunningServer, folder: Path, version: int) -> None
 def test_an_update_brings_quantised_weights(server: RunningServer, trained: Path) -> None:
     """The server starts with other weights. The update is verified, and the new log-probabilities are compared."""
     weights = read(trained)
-    updates = updater(server.weights(), Bf16Source(weights))
+    updates = updater(server.weights(), Source(trained, weights=weights))
     report = updates.update(1)
     assert report.verified
     # qkv, o, w13 and w2 of both layers have scales beside them.
@@ -156,7 +153,7 @@ def test_other_strategies_send_the_same(
     server: RunningServer, trained: Path, tmp_path: Path, strategy: str
 ) -> None:
     for version, folder in enumerate((server.folder, trained), 20):
-        source = Bf16Source(read(folder))
+        source = Source(folder, weights=read(folder))
         updates = updater(server.weights(), source, strategy=strategy, directory=str(tmp_path))
         assert updates.update(version).verified
         updates.close()
@@ -208,7 +205,7 @@ def test_a_corrupted_update_leaves_the_engine_in_quarantine(
     old, new = read(server.folder), read(trained)
     engine = server.weights(CorruptingWeights)
     engine.name, engine.corrupt, engine.stale = name, corrupt, dict(engine.encode(old.items()))
-    updates = updater(engine, Bf16Source(new))
+    updates = updater(engine, Source(trained, weights=new), strategy="tensor")
     with pytest.raises(WeightUpdateError) as failure:
         updates.update(31)
     fault = failure.value.__cause__
@@ -282,7 +279,7 @@ def test_a_tensor_that_a_wrong_quantiser_sends_is_named(
     engine.stale = dict(server.weights().encode([*read(server.folder).items()]))
     # Set ``alter`` on the object, so that it is called without ``self``.
     engine.alter = alter
-    updates = updater(engine, Bf16Source(read(trained)))
+    updates = updater(engine, Source(trained, weights=read(trained)), strategy="tensor")
     assert updates.update(41).verified
     updates.close()
     path = tmp_path / "held.json"
@@ -311,26 +308,31 @@ def test_two_engine_ranks(tmp_path: Path, trained: Path, ep_size: int) -> None:
     server = serve(folder, quantization="fp8", atomic_updates=True, tp_size=2, ep_size=ep_size)
     try:
         weights = read(trained)
-        updates = updater(server.weights(), Bf16Source(weights), changes_only=True)
+        updates = updater(server.weights(), Source(trained, weights=weights), changes_only=True)
         assert updates.update(1).tensors == 2 * (21 + 2 * 4)
         assert_serves_fp8(server, trained, 1)
         weights[O_PROJ] = weights[O_PROJ].clone()
         weights[O_PROJ][0, :9] *= 2
+        updates.source = Source(trained, weights=weights)
         report = updates.update(2)
         assert report.verified
         assert report.sent_fraction is not None
         assert report.sent_fraction < 0.01
-        updates.source = Bf16Source(flip_signs(weights), between=end_the_gather)
-        with pytest.raises(GatherInterruptedError):
+        updates.source = Source(
+            trained, weights=flip_signs(weights), between=interrupt_update, reads=READS_OF_SCALES
+        )
+        with pytest.raises(INTERRUPTED, match="the update was interrupted"):
             updates.update(3)
         assert server.version() == "2"
         updates.close()
         # After a failure, an update sends whole weights. An atomic engine discards those too if the update fails.
-        whole = updater(server.weights(), Bf16Source(weights))
+        whole = updater(server.weights(), Source(trained, weights=weights))
         whole.is_atomic = True
         whole.update(3)
-        whole.source = Bf16Source(read(folder), between=end_the_gather)
-        with pytest.raises(GatherInterruptedError):
+        whole.source = Source(
+            folder, weights=read(folder), between=interrupt_update, reads=READS_OF_SCALES
+        )
+        with pytest.raises(INTERRUPTED, match="the update was interrupted"):
             whole.update(4)
         assert server.version() == "3"
         whole.close()

@@ -237,7 +237,7 @@ def test_an_aborted_response_goes_on_with_the_new_adapters(
     assert np.max(off_by_one) > 1e-2
 
 
-def update_twice(url: str, base: str, adapters: str, merged: str, strategy: str) -> dict[str, Any]:
+def update_twice(url: str, base: str, adapters: str, merged: str) -> dict[str, Any]:
     """On two expert-parallel ranks, send merged weights twice, with the canary, and export them."""
     lora = {**SECTION, "start_from": adapters}
     trainer = Trainer(run_config(Path(base), parallel={"world_size": 2, "expert": 2}, lora=lora))
@@ -245,7 +245,7 @@ def update_twice(url: str, base: str, adapters: str, merged: str, strategy: str)
     async def open_engine(url: str) -> EngineWeights:
         return await engine_weights(url, base)
 
-    settings = WeightSyncConfig(strategy=strategy)
+    settings = WeightSyncConfig()
     updates = WeightUpdater(TrainerWeights(trainer), settings, first_failure, open_engine, RUNNER)
     updates.attach([url])
     reports = [updates.update(version) for version in (1, 2)]
@@ -258,15 +258,12 @@ def update_twice(url: str, base: str, adapters: str, merged: str, strategy: str)
     }
 
 
-@pytest.mark.parametrize("strategy", ["distributed", "shards"])
-def test_the_engine_runs_the_merged_model(
-    server: RunningServer, tmp_path: Path, strategy: str
-) -> None:
+def test_the_engine_runs_the_merged_model(server: RunningServer, tmp_path: Path) -> None:
     adapters = save_random_adapters(tmp_path / "adapters", server.folder, SECTION)
     merged = tmp_path / "merged"
     worker = "tests.integration.test_lora_update:update_twice"
     where = (server.process.url, str(server.folder), str(adapters), str(merged))
-    found, *_ = run_ranks(worker, 2, *where, strategy)
+    found, *_ = run_ranks(worker, 2, *where)
     size = sum(t.nbytes for t in read(server.folder).values())
     assert found == {"verified": [True, True], "bytes": [size, size]}
     assert_serves(server, merged, 2)

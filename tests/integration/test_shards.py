@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,26 +16,20 @@ from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.gather_plan import ParameterKey
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.shard_plan import Message
 from megatron_dppo.system import failpoints
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
-from megatron_dppo.weight_sync import transaction
 from megatron_dppo.weight_sync.engines import GRACE_S
 from megatron_dppo.weight_sync.shards import ShardStrategy
 from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdater
-from tests.integration.test_weight_sync import end_the_gather, nudge
+from tests.integration.test_weight_sync import interrupt_update
 from tests.integration.weight_server import (
     RUNNER,
     TIMEOUT_S,
     RunningServer,
     Source,
-    Weights,
     assert_serves,
     engine_log_probs,
     engine_weights,
@@ -43,72 +37,13 @@ from tests.integration.weight_server import (
     read,
     serve,
     updater,
+    with_small_messages,
 )
 from tests.patience import Patience, own_patience
 from tests.ranks import RankFailedError, run_ranks
 from tests.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
-
-
-READS = 12
-"""Tensors that are read for the first messages: a message has at most MESSAGE_BYTES."""
-MESSAGE_BYTES = 50_000
-
-
-class WatchedValues(dict[ParameterKey, Tensor]):
-    """Values that call ``between`` when ``reads`` of them have been read."""
-
-    def __init__(
-        self, values: Mapping[ParameterKey, Tensor], between: Callable[[], None], reads: int
-    ) -> None:
-        super().__init__(values)
-        self._between = between
-        self._reads_until = reads
-
-    def __getitem__(self, key: ParameterKey) -> Tensor:
-        self._reads_until -= 1
-        if self._reads_until == 0:
-            self._between()
-        return super().__getitem__(key)
-
-
-class ShardSource(Source):
-    """Weights of one trainer rank, in the layout of ``folder``'s model. ``between`` runs in the midst of a transfer."""
-
-    layout = Layout()
-
-    def __init__(
-        self,
-        folder: Path,
-        between: Callable[[], None] | None = None,
-        weights: Weights | None = None,
-        dtype: str = "float32",
-        reads: int = READS,
-    ) -> None:
-        super().__init__(weights or read(folder), between, model=None if weights else folder)
-        self.shape = load_model_shape(folder)
-        self.dtype_name = dtype
-        self._reads = reads
-
-    def all_max(self, values: Tensor) -> Tensor:
-        return values
-
-    def values(self) -> Mapping[ParameterKey, Tensor]:
-        values: dict[ParameterKey, Tensor] = {}
-        for parameter in local_parameters(self.shape, self.layout, 0):
-            local = torch.zeros(parameter.shape, dtype=getattr(torch, self.dtype_name))
-            for segment in parameter.segments:
-                segment.of_local(local).copy_(segment.of_hf(self.weights[segment.hf_name]))
-            values[parameter.chunk, parameter.name] = local
-        if self.between is not None:
-            return WatchedValues(values, self.between, self._reads)
-        return values
-
-
-@pytest.fixture(autouse=True)
-def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transaction, "MIB", MESSAGE_BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -126,16 +61,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(folder, vocab_size=500, tied=True, seed=1)
 
 
-def shard_updater(
-    servers: RunningServer | Sequence[RunningServer], source: ShardSource, **options: Any
-) -> WeightUpdater:
-    members = [servers] if isinstance(servers, RunningServer) else servers
-    engines = [server.weights() for server in members]
-    return updater(engines, source, **{"strategy": "shards", "bucket_mib": 1, **options})
-
-
 def test_the_engine_ranks_receive_what_they_keep(server: RunningServer, trained: Path) -> None:
-    updates = shard_updater(server, ShardSource(trained))
+    updates = updater(server.weights(), Source(trained))
     report = updates.update(1)
     assert (report.verified, report.tensors) == (True, 2 * 21)
     assert report.bytes == sum(t.nbytes for t in read(trained).values())
@@ -143,47 +70,22 @@ def test_the_engine_ranks_receive_what_they_keep(server: RunningServer, trained:
     assert report.bytes_moved == report.bytes_bound == kept
     assert_serves(server, trained, 1)
     # The group is kept for the next update.
-    updates.source = ShardSource(server.folder)
+    updates.source = Source(server.folder)
     assert updates.update(2).verified
     assert_serves(server, server.folder, 2)
-    updates.close()
-
-
-def test_changes_alone_are_sent_and_an_interrupted_update_leaves_the_version_before(
-    server: RunningServer, trained: Path
-) -> None:
-    old = read(trained)
-    updates = shard_updater(server, ShardSource(trained, weights=old), changes_only=True)
-    first = updates.update(20)
-    assert first.sent_fraction == 1.0
-    new = nudge(old)
-    updates.source = ShardSource(trained, weights=new)
-    report = updates.update(21)
-    assert report.verified
-    assert report.sent_fraction is not None
-    assert report.sent_fraction < 0.01
-    scores = engine_log_probs(server)
-    updates.source = ShardSource(trained, end_the_gather, weights=nudge(new))
-    with pytest.raises(WeightUpdateError, match="GatherInterruptedError"):
-        updates.update(22)
-    assert server.version() == "21"
-    assert engine_log_probs(server) == scores
-    updates.source = ShardSource(trained)
-    assert updates.update(22).sent_fraction == 1.0
-    assert_serves(server, trained, 22)
     updates.close()
 
 
 def test_an_interrupted_update_of_whole_weights_is_quarantined_and_the_next_succeeds(
     server: RunningServer, trained: Path
 ) -> None:
-    updates = shard_updater(server, ShardSource(trained, end_the_gather))
+    updates = updater(server.weights(), Source(trained, interrupt_update))
     patience = own_patience(TIMEOUT_S / 3)
-    with pytest.raises(WeightUpdateError, match="GatherInterruptedError"):
+    with pytest.raises(WeightUpdateError, match="the update was interrupted"):
         updates.update(25)
     assert not patience.is_exhausted()
     assert server.version() == "unverified-25"
-    updates.source = ShardSource(trained)
+    updates.source = Source(trained)
     assert updates.update(25).verified
     assert_serves(server, trained, 25)
     updates.close()
@@ -194,7 +96,7 @@ def test_a_fault_on_the_way_is_named_by_tensor_and_rank(
     server: RunningServer, trained: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """A message is spoiled after it was hashed: one bit, or two slices of equal size in each other's place."""
-    updates = shard_updater(server, ShardSource(trained))
+    updates = updater(server.weights(), Source(trained))
     assert isinstance(updates._strategy, ShardStrategy)
     message = updates._strategy.shards.messages[-1]
     first = message.slices[0]
@@ -233,42 +135,7 @@ def test_a_server_with_sglangs_loader_is_refused(server: RunningServer, trained:
     engine = server.weights()
     engine.accepts_shards = False
     with pytest.raises(WeightUpdateError, match="disk"):
-        updater(engine, ShardSource(trained), strategy="shards")
-
-
-def test_an_engine_killed_in_the_update_of_two(server: RunningServer, trained: Path) -> None:
-    """The living engine serves the version before until an update without the dead engine. Changes reach the second
-    server from the first server."""
-    second = serve(server.folder)
-    pid = second.process.pid
-    try:
-        source = ShardSource(trained, weights=read(trained))
-        updates = shard_updater([server, second], source, changes_only=True)
-        report = updates.update(69)
-        # One rank of the second server keeps all weights, once.
-        kept = [s.weights().tensors.kept_bytes(torch.float32) for s in (server, second)]
-        assert (report.verified, report.bytes_moved) == (True, sum(kept))
-        updates.source = ShardSource(trained, weights=nudge(source.weights))
-        report = updates.update(70)
-        assert report.verified
-        assert report.sent_fraction is not None
-        assert report.sent_fraction < 0.01
-        scores = [engine_log_probs(s) for s in (server, second)]
-        assert scores[0][1] == pytest.approx(scores[1][1], abs=1e-4)
-        updates.source = ShardSource(trained, between=lambda: os.killpg(pid, signal.SIGKILL))
-        patience = own_patience(30)
-        with pytest.raises(WeightUpdateError) as failure:
-            updates.update(71)
-        assert not patience.is_exhausted()
-        assert failure.value.engines == (second.process.url,)
-        assert engine_log_probs(server) == scores[0]
-        updates.source = ShardSource(server.folder)
-        updates.attach([server.process.url])
-        assert updates.update(71).sent_fraction == 1.0
-        assert_serves(server, server.folder, 71)
-        updates.close()
-    finally:
-        second.process.kill()
+        updater(engine, Source(trained))
 
 
 def kill_before(method: str, engine: EngineWeights, group: int) -> None:
@@ -309,18 +176,18 @@ def test_a_server_that_joined_dies_in_each_phase(
     second = serve(server.folder)
     engines = [server.weights(), second.weights()]
     options = {"changes_only": phase == "memory", "timeout_s": 20}
-    updates = updater(engines, ShardSource(trained), strategy="shards", bucket_mib=1, **options)
+    updates = updater(engines, Source(trained), **options)
     try:
         updates.attach([first_url])
         assert updates.update(100).verified
         # The second server joins.
         updates.attach([first_url, second.process.url])
-        updates.source = ShardSource(server.folder)
+        updates.source = Source(server.folder)
         if phase != "join":
             assert updates.update(101).verified
             assert_serves(second, server.folder, 101)
         kill_before(CALLS[phase], engines[1], second.process.pid)
-        updates.source = ShardSource(trained)
+        updates.source = Source(trained)
         patience = own_patience(20 + 3 * GRACE_S + 10)
         with pytest.raises(WeightUpdateError) as failure:
             updates.update(102)
@@ -331,7 +198,7 @@ def test_a_server_that_joined_dies_in_each_phase(
         keeps_version = phase in ("drain", "memory")
         assert server.version() == (before if keeps_version else "unverified-102")
         updates.attach([first_url])
-        updates.source = ShardSource(trained)
+        updates.source = Source(trained)
         assert updates.update(102).verified
         assert_serves(server, trained, 102)
         updates.close()
@@ -359,8 +226,8 @@ def test_block_fp8_and_kept_messages(tmp_path: Path) -> None:
     ]
     server = serve(folders[0], quantization="fp8", atomic_updates=True, tp_size=2)
     try:
-        sources = [ShardSource(folder, dtype="bfloat16") for folder in folders]
-        updates = shard_updater(server, sources[1], canary_every=0)
+        sources = [Source(folder) for folder in folders]
+        updates = updater(server.weights(), sources[1], canary_every=0)
         updates.is_atomic = True
         report = updates.update(1)
         kept = server.weights().tensors.kept_bytes(torch.bfloat16)
@@ -368,8 +235,8 @@ def test_block_fp8_and_kept_messages(tmp_path: Path) -> None:
         scores = engine_log_probs(server)
         assert scores[2] == "1"
         # All pieces of matrices are read once for their scales, before the first message.
-        updates.source = ShardSource(folders[0], end_the_gather, dtype="bfloat16", reads=90)
-        with pytest.raises(WeightUpdateError, match="GatherInterruptedError"):
+        updates.source = Source(folders[0], interrupt_update, reads=90)
+        with pytest.raises(WeightUpdateError, match="the update was interrupted"):
             updates.update(2)
         assert engine_log_probs(server) == scores
         updates.source = sources[0]
@@ -390,11 +257,10 @@ def send(
     **parallel: int,
 ) -> dict[str, Any]:
     """Send ``folder`` from two ranks. ``dies_at``: a rank that is killed, and the phase of the update."""
-    transaction.MIB = MESSAGE_BYTES
     if dies_at is not None and int(os.environ["RANK"]) == dies_at[0]:
         os.environ[failpoints.VARIABLE] = f"update/{dies_at[1]},kill,1"
     trainer = Trainer(policy_config(folder, world_size=2, **parallel))
-    config = WeightSyncConfig(strategy="shards", bucket_mib=1)
+    config = with_small_messages(WeightSyncConfig())
 
     async def open_engine(url: str) -> EngineWeights:
         return await engine_weights(url, start_folder)
@@ -432,7 +298,7 @@ def assert_takes_update(
     server: RunningServer, trained: Path, version: int, patience: Patience
 ) -> None:
     """Assert that a new trainer's update arrives before ``patience`` is exhausted."""
-    updates = shard_updater(server, ShardSource(trained))
+    updates = updater(server.weights(), Source(trained))
     assert updates.update(version).verified
     assert not patience.is_exhausted()
     assert_serves(server, trained, version)
@@ -459,7 +325,7 @@ DEATHS = [(0, "begin"), (0, "end"), (0, "verify"), (1, "gather"), (1, "hash")]
 def test_a_rank_that_dies_in_any_phase_leaves_the_engines_free(
     server: RunningServer, trained: Path, rank: int, phase: str
 ) -> None:
-    updates = shard_updater(server, ShardSource(server.folder))
+    updates = updater(server.weights(), Source(server.folder))
     assert updates.update(42).verified
     updates.close()
     worker = "tests.integration.test_shards:send"
@@ -471,22 +337,3 @@ def test_a_rank_that_dies_in_any_phase_leaves_the_engines_free(
     assert server.version() in served
     patience = own_patience(TIMEOUT_S / 2)
     assert_takes_update(server, trained, 44, patience)
-
-
-def test_a_hung_engine_fails_in_time_and_recovers(server: RunningServer, trained: Path) -> None:
-    group = os.getpgid(server.process.pid)
-    hang = ShardSource(trained, between=lambda: os.killpg(group, signal.SIGSTOP))
-    updates = shard_updater(server, hang, timeout_s=5, canary_every=0)
-    patience = own_patience(5 + 2 * GRACE_S + 5)
-    try:
-        with pytest.raises(WeightUpdateError, match="took longer than 5 s"):
-            updates.update(50)
-        assert not patience.is_exhausted()
-        assert updates.committed_version is None
-    finally:
-        os.killpg(group, signal.SIGCONT)
-    assert server.version() == "unverified-50"
-    updates = shard_updater(server, ShardSource(server.folder))
-    assert updates.update(50).verified
-    assert_serves(server, server.folder, 50)
-    updates.close()

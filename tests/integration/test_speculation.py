@@ -174,7 +174,7 @@ def test_an_update_reaches_a_server_that_drafts(
     server: RunningServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     trained = save_tiny_model(tmp_path_factory.mktemp("trained"), vocab_size=VOCABULARY, seed=1)
-    updates = updater(server.weights(), Source(read(trained), model=trained))
+    updates = updater(server.weights(), Source(trained))
     assert updates.update(1).verified
     updates.close()
     assert_serves(server, trained, 1)

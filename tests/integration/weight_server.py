@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,19 +15,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.options import free_server_port
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
-from megatron_dppo.model.gather_plan import TensorSources
+from megatron_dppo.model.gather_plan import ParameterKey
+from megatron_dppo.model.quantization import Rounding
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
-from megatron_dppo.weight_sync.engines import Plan
+from megatron_dppo.weight_sync.one_rank import OneRankWeights
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from tests.integration.shared_launcher import shared_runtime
 from tests.patience import UNBOUNDED_S, wait_healthy
@@ -35,7 +34,9 @@ from tests.patience import UNBOUNDED_S, wait_healthy
 KEY, ADMIN_KEY = "user-key", "admin-key"
 PROMPT = [19, 13, 20, 31, 45, 61, 7]
 TIMEOUT_S = 60.0
-BUCKET_TENSORS = 7
+READS = 12
+"""Tensors that are read for the first messages: a message has at most MESSAGE_BYTES."""
+MESSAGE_BYTES = 50_000
 Weights = dict[str, Tensor]
 E = TypeVar("E", bound=EngineWeights)
 RUNNER = AsyncRunner()
@@ -138,51 +139,60 @@ def serve(
     return RunningServer(process, folder, dtype, quantization)
 
 
-class Source:
-    """Weights in buckets. ``between`` runs before the third bucket.
-
-    ``model``: a folder. Its model in transformers computes the trainer's log-probabilities.
-    """
-
-    rank = 0
-    vocab_size = 500
-    num_layers = 2
-    dtype_name = "float32"
-    is_routed = True
+class WatchedValues(dict[ParameterKey, Tensor]):
+    """Values that call ``between`` when ``reads`` of them have been read."""
 
     def __init__(
-        self, weights: Weights, between: Callable[[], None] | None = None, model: Path | None = None
+        self, values: Mapping[ParameterKey, Tensor], between: Callable[[], None], reads: int
     ) -> None:
-        self.weights = weights
+        super().__init__(values)
+        self._between = between
+        self._reads_until = reads
+
+    def __getitem__(self, key: ParameterKey) -> Tensor:
+        self._reads_until -= 1
+        if self._reads_until == 0:
+            self._between()
+        return super().__getitem__(key)
+
+
+class Source(OneRankWeights):
+    """Weights of one trainer rank: those of ``folder``, or other ``weights`` of its model.
+
+    ``between`` runs in the midst of an update, when ``reads`` tensors have been read. Without other weights, the model
+    in transformers computes the trainer's log-probabilities.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        between: Callable[[], None] | None = None,
+        weights: Weights | None = None,
+        reads: int = READS,
+    ) -> None:
+        self.weights = read(folder) if weights is None else weights
+        super().__init__(load_model_shape(folder), self.weights)
         self.between = between
-        self.model = model
+        self.model = folder if weights is None else None
+        self._reads = reads
 
-    def plan(self, bucket_bytes: int, *, spread: bool) -> list[PlannedBucket]:
-        tensors = [TensorSources(name, t.shape, ()) for name, t in self.weights.items()]
-        starts = range(0, len(tensors), BUCKET_TENSORS)
-        return [PlannedBucket(tuple(tensors[i : i + BUCKET_TENSORS])) for i in starts]
-
-    def gather(self, plan: Plan) -> Iterator[Gathered]:
-        for number, bucket in enumerate(plan):
-            if number == 2 and self.between is not None:
-                self.between()
-            yield Gathered([(t.name, self.weights[t.name]) for t in bucket.tensors])
-
-    def held_update(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
-    def bytes_between_nodes(self, plan: Plan) -> int:
-        return 0
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return [value]
+    def values(self) -> Mapping[ParameterKey, Tensor]:
+        values = super().values()
+        if self.between is not None:
+            return WatchedValues(values, self.between, self._reads)
+        return values
 
     def score(
-        self, prompts: Sequence[Sequence[int]], *, rounding: str | None = None
+        self, prompts: Sequence[Sequence[int]], *, rounding: Rounding | None = None
     ) -> list[list[float]]:
         assert self.model is not None
         assert rounding is None
         return [reference_log_probs(self.model, list(prompt)) for prompt in prompts]
+
+
+def with_small_messages(config: WeightSyncConfig) -> WeightSyncConfig:
+    """Return the configuration with smaller messages, or buckets, than a file can ask for."""
+    return config.model_copy(update={"bucket_mib": MESSAGE_BYTES / 2**20})
 
 
 def updater(
@@ -195,7 +205,7 @@ def updater(
     engines = [engine] if isinstance(engine, EngineWeights) else list(engine)
     by_url = {engine.url: engine for engine in engines}
     canary = {"canary_every": int(source.model is not None)}
-    settings = WeightSyncConfig(timeout_s=timeout_s, **{**canary, **config})
+    settings = with_small_messages(WeightSyncConfig(timeout_s=timeout_s, **{**canary, **config}))
 
     async def open_engine(url: str) -> EngineWeights:
         return by_url[url]

@@ -23,7 +23,7 @@ from megatron_dppo.engine.weights import Occupation
 from megatron_dppo.model.adapters import Adapters, adapter_tensors
 from megatron_dppo.model.gather_plan import Bucket, TensorSources
 from megatron_dppo.weight_sync.adapters import AdapterUpdater, expected_adapter_digests
-from megatron_dppo.weight_sync.engines import Plan
+from megatron_dppo.weight_sync.source import Plan
 from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdateRefusedError
 from tests.messages import mentioning
 from tests.unit.test_engine_checksums import model_shape

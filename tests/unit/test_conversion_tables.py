@@ -24,7 +24,7 @@ from megatron_dppo.model.gather_plan import (
     fewest_gathered_elements,
     gather_plan,
     hf_buckets_plan,
-    node_receivers,
+    largest_holder,
 )
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import Segment, engine_parameters, hf_tensors, local_parameters
@@ -249,31 +249,25 @@ def test_buckets_hold_whole_tensors_in_model_order_and_rebuild_them():
             assert torch.equal(tensor, tensors[name])
 
 
-def test_one_rank_of_a_node_receives_what_its_node_holds():
+def test_spread_buckets_gather_the_fewest_elements():
     # Stage 0: ranks 0-3, stage 1: ranks 4-7, each with all experts.
     layout = Layout(tensor=2, pipeline=2, data=2, expert=4)
-    for node_size, receivers in ((4, {0, 4}), (2, {0, 2, 4, 6})):
-        plan = hf_buckets_plan(MOE, layout, 10**6, 4, spread=True, ranks_per_node=node_size)
-        assert {b.receiver for b in plan} == receivers
-        assert sorted(t.name for b in plan for t in b.tensors) == sorted(hf_tensors(MOE))
-        assert sum(elements_between_nodes(b, node_size) for b in plan) == 0
-    # If each node has one rank, the halves of a tensor-parallel pair must cross between nodes.
     buckets = hf_buckets_plan(MOE, layout, 10**6, 4, spread=True)
+    assert sorted(t.name for b in buckets for t in b.tensors) == sorted(hf_tensors(MOE))
+    # If each node has one rank, the halves of a tensor-parallel pair must cross between nodes.
     fewest = fewest_gathered_elements(MOE, layout)
     assert sum(elements_between_nodes(b, 1) for b in buckets) == fewest > 0
+    # On nodes of two ranks, both halves are on one node.
+    assert sum(elements_between_nodes(b, 2) for b in buckets) == 0
 
 
-def test_the_fullest_rank_of_a_node_receives():
+def test_the_rank_that_holds_most_receives():
     def piece(rank: int, count: int) -> Piece:
         return Piece(rank, 0, "p", (count,), Segment(f"t{rank}", 0, 0, 0, count))
 
-    first = TensorSources("a", (7,), (piece(2, 3), piece(1, 4)))
-    second = TensorSources("b", (9,), (piece(2, 5), piece(5, 4)))
-    third = TensorSources("c", (6,), (piece(4, 3), piece(5, 3)))
-    # The first node of 4 ranks gets a and b: rank 2 holds 8 of their elements, rank 1 holds 4. The second node gets c,
-    # of which both ranks hold 3: the lower rank receives it.
-    assert node_receivers([first, second, third], 4) == [2, 2, 4]
-    assert node_receivers([first, second, third], 1) == [1, 2, 4]
+    assert largest_holder(TensorSources("a", (7,), (piece(2, 3), piece(1, 4)))) == 1
+    # Both ranks hold 3 elements: the lower rank receives.
+    assert largest_holder(TensorSources("c", (6,), (piece(5, 3), piece(4, 3)))) == 4
 
 
 def test_every_tensor_comes_once_from_the_gather_plan():

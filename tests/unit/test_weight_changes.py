@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from megatron_dppo import block_fp8
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
-from megatron_dppo.engine.broadcast_group import CALLED_OFF
 from megatron_dppo.engine.changes import (
     POSITIONS,
     Changes,
@@ -35,13 +32,6 @@ from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.system.network import listening_store
-from megatron_dppo.weight_sync.broadcast_group import (
-    Announcements,
-    BroadcastGroup,
-    CalledOffError,
-    ConnectionBrokenError,
-)
 from megatron_dppo.weight_sync.sent_weights import SentWeights
 from megatron_dppo.weight_sync.transaction import (
     AlteredEngineError,
@@ -508,34 +498,3 @@ def test_servers_with_sglangs_loader_are_sent_whole_weights() -> None:
     updates, source = connect(engine, other)
     updates.update(1)
     assert sizes_of(engine, updates, source, 2) == WHOLE
-
-
-@pytest.fixture
-def sender() -> BroadcastGroup:
-    """A sender's end of a group that no engine joins."""
-    group = BroadcastGroup.__new__(BroadcastGroup)
-    group.address = "127.0.0.1"
-    limit = timedelta(seconds=60)
-    group._store = listening_store(group.address, 0, 2, limit, wait_for_workers=False)
-    group.port = group._store.port
-    group._announced = 0
-    return group
-
-
-def test_announcements_are_read_in_order(sender: BroadcastGroup) -> None:
-    values = [3, -1, 0]
-    threading.Timer(0.05, lambda: [sender.announce(value) for value in values]).start()
-    announcements = Announcements(sender.address, sender.port, 60.0)
-    assert [announcements.next() for _ in values] == values
-
-
-def test_rank_0_does_not_wait_for_a_sender_that_called_off(sender: BroadcastGroup) -> None:
-    announcements = Announcements(sender.address, sender.port, 60.0)
-    sender._store.set(CALLED_OFF, "1")
-    with pytest.raises(CalledOffError):
-        announcements.next()
-
-
-def test_a_sender_that_announces_nothing_fails_in_time(sender: BroadcastGroup) -> None:
-    with pytest.raises(ConnectionBrokenError, match="0 s"):
-        Announcements(sender.address, sender.port, 0.01).next()

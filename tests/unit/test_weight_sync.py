@@ -30,6 +30,8 @@ from megatron_dppo.engine.errors import (
     EngineMismatchError,
     EngineRequestError,
 )
+from megatron_dppo.engine.links import in_background
+from megatron_dppo.engine.shards import adjacent
 from megatron_dppo.engine.shared_buckets import WireHeader
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics.table import BY_METRIC
@@ -38,7 +40,6 @@ from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.weight_sync import broadcast_group, engines, strategies
-from megatron_dppo.weight_sync.broadcast_group import in_background
 from megatron_dppo.weight_sync.canary import (
     CanaryError,
     CanaryReport,
@@ -53,13 +54,12 @@ from megatron_dppo.weight_sync.engines import (
     EngineFaultError,
     Engines,
     OpenEngine,
-    Packer,
-    Plan,
     TransferTimeoutError,
-    adjacent,
     local_address,
     on_this_host,
 )
+from megatron_dppo.weight_sync.source import Plan
+from megatron_dppo.weight_sync.strategies import Packer
 from megatron_dppo.weight_sync.transaction import (
     Agree,
     RankFacts,
@@ -486,7 +486,7 @@ def test_the_report_adds_up_what_all_ranks_sent() -> None:
     """Rank 1 hashes nothing; rank 2 sends tensor d. The engine has what all three sent."""
     engine = Engine()
     engine.held = dict.fromkeys("abcd", "1")
-    source = SourceOfOneRank([100, 7, None, [], 0, 0, 0], [50, 3, [["d"]], [], 0, 0, 0])
+    source = SourceOfOneRank([100, 7, 0, None, [], 0, 0], [50, 3, 0, [["d"]], [], 0, 0])
     report = updater(engine, source=source).update(1)
     assert report.tensors == 4
     assert report.bytes == 24 + 100 + 50
@@ -496,7 +496,7 @@ def test_the_report_adds_up_what_all_ranks_sent() -> None:
 
 def test_the_held_part_of_the_adapters_is_that_of_all_ranks() -> None:
     source = SourceOfOneRank(
-        [0, 0, None, [], 0, 0, 0, [1.0, 3.0]], [0, 0, None, [], 0, 0, 0, [0.5, 3.0]]
+        [0, 0, 0, None, [], 0, 0, [1.0, 3.0]], [0, 0, 0, None, [], 0, 0, [0.5, 3.0]]
     )
     report = updater(Engine(), source=source).update(1)
     assert report.held_update == 0.25
@@ -508,10 +508,10 @@ def test_the_held_part_of_the_adapters_is_that_of_all_ranks() -> None:
 
 
 def test_a_rank_without_engines_reports_rank_0s_figures() -> None:
-    source = SourceOfOneRank([24, 10, [["a", "b", "c"]], [], 2, 24, 31], rank=1)
+    source = SourceOfOneRank([24, 10, 0, [["a", "b", "c"]], [], 24, 31], rank=1)
     updates = updater(Engine(), source=source)
     report = updates.update(4)
-    assert (report.bytes, report.bytes_moved, report.bytes_bound) == (24, 10 + 48, 31)
+    assert (report.bytes, report.bytes_moved, report.bytes_bound) == (24, 10 + 24, 31)
     assert (report.tensors, updates.committed_version) == (0, 4)
 
 
@@ -817,17 +817,17 @@ def test_a_loopback_server_beside_one_elsewhere_is_refused() -> None:
 
 
 def test_bytes_between_nodes_are_counted_for_each_host_of_engines() -> None:
-    # Two ranks send 100 and 60 bytes, each byte three times. Rank 1 runs on the engines' host "b".
+    # Two ranks send 100 and 60 bytes. Rank 1 runs on the engines' host "b".
     facts = [
-        RankFacts(100, 7, None, ["a", "b"], 3, 160, 190),
-        RankFacts(60, 5, None, ["a"], 3, 160, 0),
-        RankFacts(0, 0, None, [], 0, 0, 0),
+        RankFacts(100, 7, 200, None, ["a", "b"], 160, 190),
+        RankFacts(60, 5, 60, None, ["a"], 160, 0),
+        RankFacts(0, 0, 0, None, [], 0, 0),
     ]
-    assert count_bytes(facts, between_nodes=4) == {
+    assert count_bytes(facts) == {
         "bytes": 160,
-        "bytes_moved": 12 + 3 * 160,
+        "bytes_moved": 12 + 160,
         "bytes_bound": 190,
-        "bytes_between_nodes": 4 + 2 * 100 + 60,
+        "bytes_between_nodes": 200 + 60,
         "bytes_between_nodes_bound": 160,
         "bytes_into_node_bound": 160,
     }
@@ -847,12 +847,12 @@ def test_local_address_of_a_local_engine_is_loopback() -> None:
 
 
 def test_only_hosts_that_every_sender_is_foreign_to_bound_the_bytes_between_nodes() -> None:
-    first = RankFacts(10, 0, None, ["b"], 1, 10, 0)
-    silent = RankFacts(0, 5, None, ["c", "d"], 0, 0, 0)
-    second = RankFacts(5, 0, None, [], 0, 0, 0)
+    first = RankFacts(10, 0, 10, None, ["b"], 10, 0)
+    silent = RankFacts(0, 5, 0, None, ["c", "d"], 0, 0)
+    second = RankFacts(5, 0, 0, None, [], 0, 0)
     for bound in ("bytes_between_nodes_bound", "bytes_into_node_bound"):
-        assert count_bytes([first, silent], 0)[bound] == 10
-        assert count_bytes([first, second], 0)[bound] == 0
+        assert count_bytes([first, silent])[bound] == 10
+        assert count_bytes([first, second])[bound] == 0
 
 
 def test_a_sender_tells_of_engines_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def shared_ranks(facts: RunFacts, device: Device) -> tuple[SharedBytes, ...]:
         return ()
     shape = facts.trainer.shape
     engine = server_memory.engine_bytes(shape, facts.engine, facts.rollout, device)
-    server_communicators = engine_communicator_bytes(facts.engine.layout.tensor, senders=0)
+    server_communicators = engine_communicator_bytes(facts.engine.layout.tensor, receives=False)
     shared_gpus = []
     for stage in range(facts.trainer.layout.pipeline):
         rank = memory.rank_bytes(facts, stage)

@@ -34,7 +34,7 @@ def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
     - one for each of the dimensions tensor, context, pipeline, data, expert and expert data with more than one rank;
     - one for data and context together, if both have more than one rank: gradients are reduced over it;
     - one for expert and expert tensor together, if both have more than one rank;
-    - with ``sends``, one with all engine ranks.
+    - with ``sends``, one with all engine ranks, for weight updates.
 
     Megatron-Core makes more groups, but NCCL allocates memory only for groups that are used.
     """
@@ -58,6 +58,9 @@ def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
     return count * PER_COMMUNICATOR
 
 
-def engine_communicator_bytes(tensor: int, senders: int) -> int:
-    """Return the bytes of an engine rank's communicators: its server's own group, and one with each weight sender."""
-    return (int(tensor > 1) + senders) * PER_COMMUNICATOR
+def engine_communicator_bytes(tensor: int, *, receives: bool) -> int:
+    """Return the bytes of an engine rank's communicators.
+
+    They are its server's own, and with ``receives`` one with all trainer ranks and engine ranks, for weight updates.
+    """
+    return (int(tensor > 1) + int(receives)) * PER_COMMUNICATOR

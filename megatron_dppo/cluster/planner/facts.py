@@ -386,8 +386,6 @@ class RunFacts:
         engine: the servers.
         schedule: how generation and training share time and GPUs.
         evaluated_problems: problems of all held-out sets; 0 without an evaluation.
-        ranks_per_sender: size of the blocks of consecutive ranks that have at most one sender of weights. A block is
-            the ranks of a node, or one rank with ``weight_sync.senders = "holders"``.
     """
 
     config: TrainConfig
@@ -397,7 +395,6 @@ class RunFacts:
     engine: ServersSpec
     schedule: Schedule
     evaluated_problems: int
-    ranks_per_sender: int
 
     @property
     def bucket_bytes(self) -> int:
@@ -416,9 +413,10 @@ class RunFacts:
         return settings
 
     @property
-    def senders(self) -> int:
-        """Trainer ranks that send weights, each in a group with all engine ranks."""
-        return senders(self.trainer.layout, self.ranks_per_sender)
+    def sends_shards(self) -> bool:
+        """Whether weight updates go from shard to shard, over a group of all trainer ranks and engine ranks."""
+        is_distributed = self.config.weight_sync.strategy == "distributed"
+        return is_distributed and self.engine.started > 0
 
     def batches(self) -> dict[str, float]:
         """Return the sizes of batches.
@@ -444,21 +442,6 @@ class RunFacts:
         }
 
 
-def senders(layout: Layout, ranks_per_sender: int = 1) -> int:
-    """Count the trainer ranks that send weights.
-
-    For each stage and each shard of the experts, the first rank that holds the shard is a candidate. Without expert
-    parallelism, the candidate is the first rank of the stage. If a block of ``ranks_per_sender`` consecutive ranks has
-    candidates, one of them sends (``weight_sync/strategies.py``, ``model.gather_plan.node_receivers``).
-    """
-    blocks = set()
-    for stage in range(layout.pipeline):
-        for expert_rank in range(layout.expert):
-            candidate = stage * layout.stage_ranks + expert_rank * layout.expert_tensor
-            blocks.add(candidate // ranks_per_sender)
-    return len(blocks)
-
-
 def facts_of(
     config: TrainConfig,
     shape: ModelShape,
@@ -466,7 +449,6 @@ def facts_of(
     mean_response: float | None = None,
     mean_prompt: float | None = None,
     gpu: bool = True,
-    ranks_per_node: int = 8,
     schedule: Schedule | None = None,
 ) -> RunFacts:
     """Return the facts of a run.
@@ -479,7 +461,6 @@ def facts_of(
         mean_response: Mean tokens of a response; by default half of the longest response.
         mean_prompt: Mean tokens of a prompt; by default a quarter of the longest prompt.
         gpu: Whether the trainer's layers are Transformer Engine's; otherwise they are torch's.
-        ranks_per_node: Trainer ranks on a node.
         schedule: A schedule that replaces the configuration's.
 
     Raises:
@@ -517,7 +498,6 @@ def facts_of(
         evaluated_problems=sum(
             _count_problems(file.path) for file in config.data.evaluation_files.values()
         ),
-        ranks_per_sender=1 if config.weight_sync.senders == "holders" else ranks_per_node,
     )
 
 

@@ -137,8 +137,7 @@ def host_bytes(
       less with bfloat16 moments), and the replicas of an element divide these bytes among themselves. With adapters,
       only the trained elements count. The rank copies into one pinned buffer. torch's CachingHostAllocator rounds the
       buffer up to a power of two.
-    - sent: the share of an update that the node's senders send. This is an upper bound: all senders of the run are
-      assumed to be on this node, up to the number of its ranks.
+    - sent: the share of an update that the node's ranks send. All ranks send equal shares.
 
     Args:
         facts: The run.
@@ -155,8 +154,7 @@ def host_bytes(
     if facts.config.checkpoint.background:
         checkpoint = node.trainer * devices.power_of_two(written_bytes(facts))
     if facts.config.weight_sync.changes_only:
-        senders = min(facts.senders, node.trainer)
-        sent = update * senders // facts.senders
+        sent = update * node.trainer // facts.trainer.layout.world_size
     return HostBytes(
         processes=node.trainer * TRAINER_PROCESS + node.engine * ENGINE_PROCESS,
         batch=round(node.trainer * copies * columns_per_rank),

@@ -73,21 +73,22 @@ class RankBytes:
 def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
     """Return the bytes on the GPU of each rank of ``stage``.
 
-    A weight update holds three buckets: one that is gathered, one that is converted to the engine's layout, and one
-    that is sent. The exchange of columns between ranks holds two pieces. It never overlaps with a weight update.
+    A weight update holds two messages: one that is sent, and one that is packed meanwhile. Where whole tensors are
+    sent, it holds three buckets: one that is gathered, one that is converted to the engine's layout, and one that is
+    sent. The exchange of columns between ranks holds two pieces. It never overlaps with a weight update.
     """
     activations = activation_bytes(facts.trainer, stage, facts.rollout.compared_topk)
     quantised = 0
     if facts.trainer.fp8:
         layout = facts.trainer.layout
         quantised = _FP8_COPIES * linear_elements(facts.trainer.shape, layout, stage)
-    sends_weights = facts.engine.started > 0 and not facts.schedule.is_colocated
+    buckets = 2 if facts.sends_shards else 3
     return RankBytes(
         stage=stage,
         state=state_bytes(facts.trainer, stage),
         activations=activations,
-        update_buckets=max(3 * facts.bucket_bytes, 2 * _COLUMN_PIECE),
-        communicators=trainer_communicator_bytes(facts.trainer.layout, sends=sends_weights),
+        update_buckets=max(buckets * facts.bucket_bytes, 2 * _COLUMN_PIECE),
+        communicators=trainer_communicator_bytes(facts.trainer.layout, sends=facts.sends_shards),
         context=devices.CONTEXT,
         fragmentation=round(activations.total * devices.FRAGMENTATION),
         quantised=quantised,

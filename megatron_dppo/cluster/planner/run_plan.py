@@ -171,7 +171,7 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     teachers: dict[str, server_memory.EngineBytes] = {}
     for teacher in facts.spec.teachers:
         memory_of_gpu, faults = _server_memory(
-            teacher.model.shape, teacher.servers, facts.rollout, cluster, senders=0
+            teacher.model.shape, teacher.servers, facts.rollout, cluster, receives=False
         )
         too_large += [f"teacher {teacher.name}: {fault}" for fault in faults]
         if memory_of_gpu is not None:
@@ -228,14 +228,19 @@ def _engine_memory(
 ) -> tuple[server_memory.EngineBytes | None, list[str]]:
     """Return the memory of a GPU of the policy's servers, and its faults."""
     return _server_memory(
-        facts.trainer.shape, facts.engine, facts.rollout, cluster, senders=facts.senders
+        facts.trainer.shape, facts.engine, facts.rollout, cluster, receives=facts.sends_shards
     )
 
 
 def _server_memory(
-    shape: ModelShape, engine: ServersSpec, rollout: RolloutFacts, cluster: Cluster, *, senders: int
+    shape: ModelShape,
+    engine: ServersSpec,
+    rollout: RolloutFacts,
+    cluster: Cluster,
+    *,
+    receives: bool,
 ) -> tuple[server_memory.EngineBytes | None, list[str]]:
-    """Return the memory of a server's GPU, and its faults. ``senders``: number of ranks that send weights to it.
+    """Return the memory of a server's GPU, and its faults. ``receives``: whether a group sends it weights.
 
     The memory is None if the run starts no server, or if the server's layout cannot hold the model.
     """
@@ -255,7 +260,7 @@ def _server_memory(
             f"engine GPU memory: {gib(memory_of_gpu.weights)} of weights leave a KV cache of {replica_tokens:,} tokens "
             f"in mem_fraction_static {fraction}, expected at least one sequence of {sequence_tokens:,}"
         )
-    group_bytes = communicators.engine_communicator_bytes(engine.layout.tensor, senders)
+    group_bytes = communicators.engine_communicator_bytes(engine.layout.tensor, receives=receives)
     least_reserved = group_bytes + server_memory.LEAST_RESERVED
     if memory_of_gpu.reserved < least_reserved:
         faults.append(

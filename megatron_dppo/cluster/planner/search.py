@@ -97,7 +97,6 @@ class Question:
             self.shape,
             mean_response=self.mean_response,
             mean_prompt=self.mean_prompt,
-            ranks_per_node=self.cluster.gpus_per_node,
             schedule=self.schedule,
         )
 

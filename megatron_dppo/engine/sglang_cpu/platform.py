@@ -20,7 +20,6 @@ from megatron_dppo.engine.sglang_cpu import (
     local_experts,
     matrix_products,
     pageable_memory,
-    received_buckets,
     sampling,
     shared_expert,
     speculation,
@@ -91,13 +90,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.layers.quantization import fp8, fp8_utils
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
         from sglang.srt.utils import weight_checker
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         # The capture of routed experts requests page-locked memory, but this needs a device.
         ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
         # SGLang's hash on a CPU, SHA-256, takes ten times as long, and cannot be summed from parts.
         replace(weight_checker, "_hash_tensor", tiled_hash)
-        FlattenedTensorBucket.empty = received_buckets.ReceivedBuckets(FlattenedTensorBucket.empty)
         replace(batch_invariant_ops, "enable_batch_invariant_mode", matrix_products.enable)
         replace(elementwise, "fused_gate_sigmoid_mul_add", shared_expert.add_gated_shared_expert)
         experts = local_experts.LocalExperts(fused_moe_native.moe_forward_native)

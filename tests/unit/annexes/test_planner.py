@@ -35,7 +35,6 @@ from megatron_dppo.cluster.planner.facts import (
     RunFacts,
     facts_of,
     rank_parameters,
-    senders,
 )
 from megatron_dppo.cluster.planner.generation_time import prefill_seconds
 from megatron_dppo.cluster.planner.head_memory import logits_bytes, statistics_bytes
@@ -62,7 +61,6 @@ from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.logging import FatalError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import (
     EngineLayout,
@@ -367,26 +365,24 @@ def test_update_and_checkpoint_by_hand():
     assert sent.update == 2 * parameter_count(MOE)
     assert sent.checkpoint == 14 * parameter_count(MOE)
     assert sent.checkpoint_seconds == pytest.approx(42.7, abs=0.1)
-    assert sent.buckets == 114  # one node sends all 61.06 GB in buckets of 512 MiB
-    assert sent.update_seconds == pytest.approx(61.06 / 30 + 114 * 0.02 + 1, abs=0.01)
-    experts = 48 * 128 * 3 * 2048 * 768
-    dense = parameter_count(MOE) - experts
-    assert sent.gathered == round(2 * (dense * 3 / 4 + experts * 7 / 8))
-    holders = traffic(facts("qwen3_30b_a3b_base", "weight_sync.senders=holders"), DEVICES["h100"])
-    assert holders.buckets == 8 * 15  # eight senders of 7.6 GB
-    assert holders.gathered == round(2 * dense * 3 / 4)
+    colocated = facts("qwen3_30b_a3b_base", "weight_sync.strategy=disk")
+    whole = traffic(colocated, DEVICES["h100"])
+    assert whole.received == sent.update
+    assert whole.messages == 114  # all 61.06 GB in buckets of 512 MiB
+    assert whole.update_seconds == pytest.approx(61.06 / 30 + 114 * 0.02 + 1, abs=0.01)
 
 
 def test_an_update_in_shards_by_hand():
     """A GPU of a server of four keeps a quarter of the matrices, and all norms and routers."""
-    planned = facts("qwen3_30b_a3b_base", "weight_sync.strategy=shards")
+    planned = facts("qwen3_30b_a3b_base")
     assert planned.engine.layout.tensor == 4
     replicated = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048
     kept = 2 * ((parameter_count(MOE) - replicated) / 4 + replicated)
     assert kept == pytest.approx(15.28e9, rel=1e-3)
     messages = math.ceil(kept / 2**29) + planned.engine.started
     sent = traffic(planned, DEVICES["h100"])
-    assert sent.gathered == 0
+    assert sent.received == kept
+    assert sent.messages == messages
     assert sent.update_seconds == pytest.approx(kept / 40e9 + messages * 0.002 + 1)
 
 
@@ -396,32 +392,12 @@ def test_an_update_of_adapters_by_hand():
         facts("qwen3_30b_a3b_base_lora", "lora.update=adapters", *attention), DEVICES["h100"], 5e9
     )
     widths = (2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048)  # of q, k and v, o
-    assert sent.update == sent.gathered == 2 * 48 * 32 * widths
-    assert sent.buckets == 1
+    assert sent.update == sent.received == 2 * 48 * 32 * widths
+    assert sent.messages == 1
     assert sent.update_seconds == pytest.approx(1 + 2 * sent.update / 5e9)
     merged = traffic(facts("qwen3_30b_a3b_base_lora", *attention), DEVICES["h100"], 5e9)
     assert merged.update == 2 * parameter_count(MOE)
     assert merged.checkpoint == sent.checkpoint == 7 * sent.update
-
-
-@pytest.mark.parametrize(
-    ("layout", "holders", "nodes"),
-    [
-        (Layout(tensor=4, data=8, expert=8), 8, 1),
-        (Layout(tensor=2, pipeline=2, data=8, expert=8), 16, 2),
-        (Layout(pipeline=4, data=8, expert=8), 32, 4),
-        (Layout(tensor=2, data=16, expert=16), 16, 2),
-        (Layout(tensor=2, expert_tensor=2, data=4), 1, 1),
-    ],
-)
-def test_senders_are_the_gather_plans(layout, holders, nodes):
-    small = replace(MOE, num_layers=4, num_experts=32, vocab_size=512)
-    for ranks_per_sender, count in ((1, holders), (8, nodes)):
-        plan = hf_buckets_plan(
-            small, layout, 2**30, 2, spread=True, ranks_per_node=ranks_per_sender
-        )
-        assert len({bucket.receiver for bucket in plan}) == count
-        assert senders(layout, ranks_per_sender) == count
 
 
 AWARE = [
@@ -505,10 +481,10 @@ def test_fp8_pads_each_ranks_tokens():
 
 def test_communicators_by_hand():
     assert PER_COMMUNICATOR == 16 * 2 * (8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * 2**20)
-    # TP4 EP8: an engine rank of TP4 is in its server's group and in one of each sender.
-    assert engine_communicator_bytes(4, 8) == 9 * PER_COMMUNICATOR
-    assert engine_communicator_bytes(4, 1) == 2 * PER_COMMUNICATOR
-    assert engine_communicator_bytes(1, 1) == PER_COMMUNICATOR
+    # An engine rank of TP4 is in its server's group, and in one with the trainer.
+    assert engine_communicator_bytes(4, receives=True) == 2 * PER_COMMUNICATOR
+    assert engine_communicator_bytes(4, receives=False) == PER_COMMUNICATOR
+    assert engine_communicator_bytes(1, receives=True) == PER_COMMUNICATOR
 
 
 @pytest.mark.parametrize("name", PRESETS)

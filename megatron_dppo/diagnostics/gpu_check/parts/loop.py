@@ -7,13 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from safetensors.torch import load_file
 
+from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.diagnostics.gpu_check import (
     Bench,
     CheckRow,
@@ -31,14 +32,16 @@ from megatron_dppo.diagnostics.gpu_check.runs import (
 )
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.process import EngineProcess
-from megatron_dppo.engine.weights import EngineWeights, WireHeader
+from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import SUMMARY_FILE, Record, read_records
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.table import BY_METRIC
+from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup, call_off
-from megatron_dppo.weight_sync.engines import GRACE_S, EngineFaultError, Engines, local_address
+from megatron_dppo.weight_sync.engines import GRACE_S
+from megatron_dppo.weight_sync.one_rank import OneRankWeights
+from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdater
 
 
 def updates_row(label: str, records: Sequence[Record]) -> CheckRow:
@@ -143,14 +146,14 @@ def cause_rows(ladder: Mapping[str, Any]) -> Iterator[CheckRow]:
 
 
 UPDATE_LABELS = {
-    "distributed": ("broadcast over gloo", "broadcast over NCCL"),
+    "distributed": ("shards over gloo", "shards over NCCL"),
     "tensor": ("shared host memory", "CUDA IPC"),
     "disk": ("disk", "disk"),
 }
 """Strategy -> its label without a GPU, and with GPUs."""
 
 
-@part("weight updates by broadcast, shared memory and disk, verified tensor by tensor", 900.0)
+@part("weight updates in shards, by shared memory and by disk, verified tensor by tensor", 900.0)
 def weights(bench: Bench) -> Iterator[CheckRow]:
     """Run one step by each strategy, with two updates. The first update goes into a server that has just started."""
     for strategy, (label_without_gpu, label_with_gpus) in UPDATE_LABELS.items():
@@ -196,23 +199,21 @@ def turns_row(label: str, record: Record) -> CheckRow:
 UPDATE_LIMIT_S = 10.0
 """``weight_sync.timeout_s`` of the updates that ``broken_update`` interrupts."""
 _ENTER_S = 2.0
-"""A server has entered the broadcast at most this many seconds after its call."""
+"""A server waits for its first message at most this many seconds after its call."""
 _FREED_S = 60.0
 """Seconds within which the scheduler of a resumed server must answer."""
 
 
-@part(
-    "a server that is killed, then one that is stopped, inside a bucket of a weight update", 600.0
-)
+@part("a server that is killed, then one that is stopped, in the midst of a weight update", 600.0)
 def broken_update(bench: Bench) -> Iterator[CheckRow]:
-    """Interrupt a server inside a broadcast, as a fault of a node would.
+    """Interrupt a server that waits for a message of an update, as a fault of a node would.
 
-    This process must survive, and a stopped server must work again after it is resumed. Without GPUs, the broadcast
-    uses gloo. This part has not yet run on a GPU.
+    This process must survive, and a stopped server must work again after it is resumed. Without GPUs, messages go over
+    gloo. This part has not yet run on a GPU.
     """
     require_engine()
     if bench.gpus == 1:
-        yield CheckRow("broken broadcast over NCCL", "not here: NCCL needs a second GPU")
+        yield CheckRow("broken update over NCCL", "not here: NCCL needs a second GPU")
         return
     model = tiny_model(bench.folder / "model")
     with AsyncRunner() as runner:
@@ -224,83 +225,67 @@ def broken_update(bench: Bench) -> Iterator[CheckRow]:
                 server.kill()
 
 
-class InterruptedServer:
-    """One SGLang server with a tiny model, and the bucket of all its weights on this process's device."""
+class InterruptedWeights(OneRankWeights):
+    """Weights that call ``before_sending`` once the server waits for them, and forget it."""
 
-    def __init__(self, process: EngineProcess, engine: EngineWeights, runner: AsyncRunner) -> None:
+    before_sending: Callable[[], None] | None = None
+
+    def values(self) -> Mapping[ParameterKey, torch.Tensor]:
+        if self.before_sending is not None:
+            time.sleep(_ENTER_S)
+            self.before_sending()
+            self.before_sending = None
+        return super().values()
+
+
+class InterruptedServer:
+    """One SGLang server with a tiny model, and updates of it from this process's device."""
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        engine: EngineWeights,
+        source: InterruptedWeights,
+        runner: AsyncRunner,
+    ) -> None:
         self.process = process
         self.engine = engine
+        self.source = source
         self.runner = runner
-        self.engines = Engines([engine], runner)
-        self._weights: list[tuple[str, torch.Tensor]] = []
+        self._versions = count(1)
+
+        async def open_engine(url: str) -> EngineWeights:
+            return engine
+
+        config = WeightSyncConfig(timeout_s=UPDATE_LIMIT_S, canary_every=0)
+        self.updater = WeightUpdater(source, config, lambda fault: fault, open_engine, runner)
 
     @classmethod
     def start(cls, bench: Bench, model: Path, runner: AsyncRunner, name: str) -> Self:
         """Start a server and wait until it is healthy. If there are GPUs, the server uses the second GPU."""
         dtype: Dtype = "bfloat16" if bench.gpus else "float32"
         started = start_server(bench, model, dtype, name, first_device=min(bench.gpus, 1))
-        process = started.process
         connect = EngineWeights.connect(
-            HttpClient(process.url, started.key, started.key),
+            HttpClient(started.process.url, started.key, started.key),
             started.shape,
             dtype,
             timeout_s=UPDATE_LIMIT_S,
         )
-        server = cls(process, runner.run(connect), runner)
         device = "cuda:0" if bench.gpus else "cpu"
-        weights = load_file(model / "model.safetensors")
-        server._weights = [
-            (name, weight.to(device, getattr(torch, dtype))) for name, weight in weights.items()
-        ]
-        return server
+        tensors = {}
+        for tensor_name, tensor in load_file(model / "model.safetensors").items():
+            tensors[tensor_name] = tensor.to(device, getattr(torch, dtype))
+        source = InterruptedWeights(started.shape, tensors)
+        return cls(started.process, runner.run(connect), source, runner)
 
-    def send(self, in_broadcast: Callable[[], None] = lambda: None) -> None:
-        """Send all weights as one bucket in a new group; call ``in_broadcast`` once the server waits in the broadcast.
+    def send(self, before_sending: Callable[[], None] | None = None) -> None:
+        """Send all weights in a new group. Call ``before_sending`` once the server waits for the first message.
 
-        Raises EngineFaultError that names the server, as a weight update does.
+        Raises WeightUpdateError that names the server if it is at fault.
         """
-        engine = self.engine
-        address = local_address(engine.url)
-        group = BroadcastGroup(
-            ranks=engine.ranks, address=address, device=engine.device, timeout_s=UPDATE_LIMIT_S
-        )
-        try:
-            where = (group.address, group.port, group.name, group.backend)
-            self.runner.run(engine.open_group(*where, first_rank=1, size=engine.ranks + 1))
-            group.wait(group.joined)
-            self.runner.run(engine.begin())
-            self._bucket(group, engine.probe_header(), lambda: None, probe=True)
-            header = engine.header([(name, tensor.shape) for name, tensor in self._weights])
-            self._bucket(group, header, in_broadcast)
-            self.runner.run(engine.end())
-            self.runner.run(engine.close_group(group.name))
-        finally:
-            group.abort()
-
-    def _bucket(
-        self,
-        group: BroadcastGroup,
-        header: WireHeader,
-        in_broadcast: Callable[[], None],
-        *,
-        probe: bool = False,
-    ) -> None:
-        """Let the server receive a bucket of all weights, and send this bucket.
-
-        ``probe``: send the first bucket of a new group instead. This bucket connects the ranks of the group.
-        """
-        calls = self.engines.start(lambda engine: engine.receive(header, group.name))
-        if not probe:
-            # After this time the server waits in the broadcast.
-            time.sleep(_ENTER_S)
-            in_broadcast()
-        sent = group.connect(header.bytes) if probe else group.broadcast(self._bytes())
-        break_off = partial(call_off, group.address, group.port)
-        self.engines.arrive(calls, UPDATE_LIMIT_S, "a broken bucket", break_off)
-        group.wait(sent)
-
-    def _bytes(self) -> torch.Tensor:
-        return torch.cat(self.engine.pieces(self._weights))
+        self.updater.attach([self.engine.url])
+        self.source.before_sending = before_sending
+        self.updater.update(next(self._versions))
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the server."""
@@ -312,23 +297,23 @@ class InterruptedServer:
 
     def kill(self) -> None:
         """End the server, even if it is stopped."""
-        self.engines.close()
+        self.updater.close(at_once=True)
         self.process.kill()
 
 
 def interrupted_rows(
     server: InterruptedServer, what: str, signal_number: signal.Signals
 ) -> Iterator[CheckRow]:
-    """Send two buckets; during the second, the server gets the signal.
+    """Make two updates; during the second, the server gets the signal.
 
-    If the signal stopped the server, resume the server, and send a third bucket.
+    If the signal stopped the server, resume the server, and make a third update.
     """
     server.send()
     start_time = time.monotonic()
-    fault: EngineFaultError | None = None
+    fault: WeightUpdateError | None = None
     try:
         server.send(lambda: server.signal(signal_number))
-    except EngineFaultError as error:
+    except WeightUpdateError as error:
         fault = error
     seconds = time.monotonic() - start_time
     is_named = fault is not None and fault.engines == (server.engine.url,)
@@ -336,13 +321,13 @@ def interrupted_rows(
         f"{what}: the update fails and names the server", str(fault), "it is named", is_named
     )
     # Add a minute for a busy machine. The sum is still far below the 30 minutes after which torch and SGLang would end
-    # the broadcast themselves.
+    # the transfer themselves.
     limit = _ENTER_S + UPDATE_LIMIT_S + 2 * GRACE_S + 60
     yield at_most(f"{what}: seconds until then", seconds, limit, " s")
     # Wait: if the failure had reached NCCL's watchdog, the watchdog would end this process seconds later.
     time.sleep(GRACE_S)
     # Only a process that survived, with a device that still works, gets past this sum.
-    total = float(server._bytes().sum(dtype=torch.int64))
+    total = sum(float(tensor.sum()) for tensor in server.source.values().values())
     yield CheckRow(f"{what}: this process and its device still work", f"{total:.0f}", "a sum", True)
     if signal_number == signal.SIGSTOP:
         server.signal(signal.SIGCONT)
@@ -351,7 +336,7 @@ def interrupted_rows(
             f"{what}: after it is resumed, its scheduler answers", str(answers), "True", answers
         )
         server.send()
-        yield CheckRow(f"{what}: the next bucket", "received", "received", True)
+        yield CheckRow(f"{what}: the next update", "received", "received", True)
 
 
 _FIGURES = ("eval_accuracy_start", "eval_accuracy_end", "mean_abs_prob_gap")
