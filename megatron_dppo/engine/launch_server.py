@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.engine import (
-    broadcast_group,
     continuation,
     direct_loading,
     flushing,
@@ -39,6 +38,7 @@ from megatron_dppo.engine import (
     server_state,
     server_tokenizer,
     tied_output,
+    weight_groups,
 )
 from megatron_dppo.engine.adapter_digests import VARIABLE, register_digests
 from megatron_dppo.engine.options import HOSTS_VARIABLE
@@ -184,7 +184,7 @@ def _change_sglang() -> None:
     bind_stores()
     recordings.register()
     continuation.register()
-    broadcast_group.register()
+    weight_groups.register()
     server_state.register()
     raw_checksums.register()
     held_tensors.register()

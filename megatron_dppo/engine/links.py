@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.engine.broadcast_group import CALLED_OFF
 from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.engine.weight_groups import CALLED_OFF
 
 T = TypeVar("T")
 

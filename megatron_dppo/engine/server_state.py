@@ -30,7 +30,7 @@ class SchedulerState:
         is_paused: whether the server holds back every request.
         released: tags of the memory that is released.
         has_session: whether an update session is open.
-        groups: names of the broadcast groups that the server's ranks are in.
+        groups: names of the weight groups that the server's ranks are in.
         places_directly: whether the server loads weight updates by direct placement.
     """
 
@@ -90,7 +90,7 @@ def register() -> None:
 
 def report(answer: Any, scheduler: Any, *_: Any) -> None:
     """Add the state to SGLang's ``answer`` about the ``scheduler``."""
-    # SGLang has two objects of this name: the scheduler's, and the model runner's, which has the broadcast groups.
+    # SGLang has two objects of this name: the scheduler's, and the model runner's, which has the weight groups.
     updater = scheduler.weight_updater
     runner = scheduler.tp_worker.model_runner
     groups = runner.weight_updater._model_update_group

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from megatron_dppo.engine.broadcast_group import limit_of
 from megatron_dppo.engine.changes import (
     Changes,
     apply_changes,
@@ -33,6 +32,7 @@ from megatron_dppo.engine.changes import (
 )
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.links import Link, Operation, connect_store
+from megatron_dppo.engine.weight_groups import limit_of
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import Segment

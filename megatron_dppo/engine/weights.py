@@ -125,7 +125,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 _IDLE_WAIT_S = 5.0
 """Longest time that one flush call waits for running requests."""
 _LEAVE_S = 5.0
-"""Time limit of the call to leave a broadcast group."""
+"""Time limit of the call to leave a weight group."""
 _SLACK_S = 10.0
 """The limit of a call that moves weights or memory is longer than ``timeout_s`` by this time."""
 _SERVED = {"selector": "target"}
@@ -175,7 +175,7 @@ class EngineWeights:
         self.tensors = tensors
         self.occupation = Occupation(client.url, () if state is None else state.released)
         self.groups = () if state is None else state.groups
-        """Names of the broadcast groups that the server was in when the connection was made."""
+        """Names of the weight groups that the server was in when the connection was made."""
         self.places_directly = state is not None and state.places_directly
         self.accepts_shards = self.places_directly
         """Whether the server can receive what its ranks keep, in place of whole tensors."""
@@ -244,7 +244,7 @@ class EngineWeights:
 
     @property
     def ranks(self) -> int:
-        """The number of engine ranks that join a broadcast group."""
+        """The number of engine ranks that join a weight group."""
         return self.tensors.ranks
 
     @cached_property
@@ -424,7 +424,7 @@ class EngineWeights:
     async def open_group(
         self, address: str, port: int, name: str, backend: str, *, first_rank: int, size: int
     ) -> None:
-        """Make the engine's ranks join a broadcast group, and return when all ranks of the group have joined.
+        """Make the engine's ranks join a weight group, and return when all ranks of the group have joined.
 
         Args:
             address: host of the group's rendezvous.
@@ -445,7 +445,7 @@ class EngineWeights:
         await self._long_call("/init_weights_update_group", body)
 
     async def close_group(self, name: str) -> None:
-        """Make every engine rank leave the broadcast group ``name``, within a short time limit."""
+        """Make every engine rank leave the weight group ``name``, within a short time limit."""
         await self.client.control_json(
             "/destroy_weights_update_group", {"group_name": name}, timeout_s=_LEAVE_S
         )
@@ -467,7 +467,7 @@ class EngineWeights:
         await self.end()
 
     async def receive(self, header: WireHeader, group: str) -> None:
-        """Make the engine join the broadcast of a bucket, and return when the bucket is loaded."""
+        """Make the engine's ranks receive what ``header`` names in ``group``, and return when it is loaded."""
         body = {
             "names": header.names,
             "dtypes": header.dtypes,
@@ -622,7 +622,7 @@ class EngineWeights:
         return self.header(self.sent_shapes(gathered))
 
     def probe_header(self) -> WireHeader:
-        """Return the header of a bucket that changes no weight. The first broadcast of a group sends this bucket."""
+        """Return the header of a bucket that changes no weight, with which a group is tried."""
         return WireHeader((PROBE,), (_name_of(self._dtype),), ((1,),), self._dtype.itemsize)
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Tensor]:

@@ -27,7 +27,7 @@ from megatron_dppo.weight_sync.reach import check_reach
 log = logging.getLogger(__name__)
 
 _FORGET_S = 20.0
-"""Longest time for a server to end the requests and broadcast groups of dead ranks."""
+"""Longest time for a server to end the requests and weight groups of dead ranks."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ServerAccess:
             await weights.close()
 
     async def forget_ranks(self, member: membership.Member) -> None:
-        """End the requests and the broadcast groups that dead ranks left in a server.
+        """End the requests and the weight groups that dead ranks left in a server.
 
         The server's pause and its released memory stay as they are. Raises EngineError or, if the server does not
         answer, TimeoutError.

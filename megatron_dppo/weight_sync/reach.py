@@ -7,8 +7,8 @@ import asyncio
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup
 from megatron_dppo.weight_sync.engines import ENGINE_FAULTS, local_address, on_this_host
+from megatron_dppo.weight_sync.weight_group import WeightGroup
 
 REACH_S = 30.0
 """Longest time of the check with strategy ``distributed``; see ``check_reach``."""
@@ -33,7 +33,7 @@ async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
 async def _join_and_leave(engine: EngineWeights) -> None:
     """Make ``engine`` join a group of this process, receive a bucket, and leave. Raises EngineMismatchError."""
     address = local_address(engine.url)
-    group = BroadcastGroup(
+    group = WeightGroup(
         ranks=engine.ranks, address=address, device=engine.device, timeout_s=REACH_S
     )
     try:
@@ -52,8 +52,8 @@ async def _join_and_leave(engine: EngineWeights) -> None:
         group.abort()
 
 
-async def _connect(engine: EngineWeights, group: BroadcastGroup) -> None:
-    """Broadcast a bucket to the engine as in an update; differing NCCL versions fail in this first broadcast."""
+async def _connect(engine: EngineWeights, group: WeightGroup) -> None:
+    """Broadcast a bucket to the engine; differing NCCL versions fail in this first operation."""
     header = engine.probe_header()
     await engine.begin()
     try:

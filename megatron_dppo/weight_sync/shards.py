@@ -38,7 +38,6 @@ from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.shard_plan import Message, Slice
 from megatron_dppo.tensor_hash import Place, TiledHash, add_placed
-from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup, call_off
 from megatron_dppo.weight_sync.engines import (
     ENGINE_FAULTS,
     GRACE_S,
@@ -53,6 +52,7 @@ from megatron_dppo.weight_sync.piece_scales import AllMax, PieceScales, Values
 from megatron_dppo.weight_sync.sent_weights import SentWeights
 from megatron_dppo.weight_sync.source import WeightSource
 from megatron_dppo.weight_sync.strategy import Strategy, Streamed
+from megatron_dppo.weight_sync.weight_group import WeightGroup, call_off
 
 log = logging.getLogger(__name__)
 
@@ -426,7 +426,7 @@ class ShardStrategy(Strategy):
         super().__init__(source, config)
         self._planned: Shards | None = None
         self._servers: ServerFacts | None = None
-        self._group: BroadcastGroup | None = None
+        self._group: WeightGroup | None = None
         self._link: Link | None = None
         self._aborted_groups: list[str] = []
         self._sending: Future[None] | None = None
@@ -496,8 +496,8 @@ class ShardStrategy(Strategy):
         group = self._group
         return [group.address, group.port, group.name, group.backend]
 
-    def _new_group(self, address: str, port: int = 0, name: str = "") -> BroadcastGroup:
-        return BroadcastGroup(
+    def _new_group(self, address: str, port: int = 0, name: str = "") -> WeightGroup:
+        return WeightGroup(
             ranks=sum(layout.tensor for layout in self.servers.layouts),
             address=address,
             device=self.servers.device,

@@ -76,10 +76,10 @@ def aborted_update_worker() -> list[list[str]]:
     update is aborted. torch keeps the broadcast in its recorder for half a minute more."""
     import torch
 
-    from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup
+    from megatron_dppo.weight_sync.weight_group import WeightGroup
 
     init_distributed(1)
-    group = BroadcastGroup(ranks=1, address="127.0.0.1", device="cpu", timeout_s=1.0)
+    group = WeightGroup(ranks=1, address="127.0.0.1", device="cpu", timeout_s=1.0)
     store = dist.TCPStore("127.0.0.1", group.port, 2, False)
     for prefix in (group.name, f"{group.name}/", "cpu/"):
         store = dist.PrefixStore(prefix, store)

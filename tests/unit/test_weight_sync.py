@@ -11,10 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +36,7 @@ from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.weight_sync import broadcast_group, engines, strategies
+from megatron_dppo.weight_sync import engines, strategies
 from megatron_dppo.weight_sync.canary import (
     CanaryError,
     CanaryReport,
@@ -894,58 +891,3 @@ def test_an_updates_seconds_are_those_between_its_moments(monkeypatch: pytest.Mo
         few = replace(report, bytes_moved=6, bytes_bound=bound).metrics()
         assert few["weights/bytes_over_bound"] == over
     assert replace(report, bytes=3, stall_s=0.0).metrics()["weights/gb_per_s"] == pytest.approx(3)
-
-
-class RecordingStream:
-    """Replaces a CUDA stream, so that no GPU is needed. It records its calls in order."""
-
-    def __init__(self, name: str, seen: list[str]) -> None:
-        self.name, self.seen = name, seen
-
-    def record_event(self) -> str:
-        self.seen.append(f"event on {self.name}")
-        return f"event on {self.name}"
-
-    def wait_event(self, event: str) -> None:
-        self.seen.append(f"{self.name} waits for {event}")
-
-    def synchronize(self) -> None:
-        self.seen.append(f"host waits for {self.name}")
-
-
-def test_on_a_gpu_a_bucket_is_sent_on_a_stream_that_waits_for_its_bytes_alone(monkeypatch):
-    seen: list[str] = []
-    current = [RecordingStream("default", seen)]
-    streams = iter(RecordingStream(f"stream {n}", seen) for n in range(2))
-
-    @contextmanager
-    def use_stream(stream: RecordingStream) -> Iterator[None]:
-        current.append(stream)
-        yield
-        current.pop()
-
-    class Group:
-        def broadcast(self, tensors, options):
-            seen.append(f"broadcast on {current[-1].name}")
-            return SimpleNamespace(
-                wait=lambda limit: seen.append(f"{current[-1].name} waits for it")
-            )
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(streams))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
-    monkeypatch.setattr(torch.cuda, "stream", use_stream)
-    group = broadcast_group.BroadcastGroup.__new__(broadcast_group.BroadcastGroup)
-    group._group, group._stream, group._backend_limit = Group(), None, timedelta(seconds=1)
-    for _ in range(2):
-        group.broadcast(SimpleNamespace(is_cuda=True, device="cuda:0")).result(10)
-    assert (
-        seen
-        == 2
-        * [
-            "event on default",  # recorded before the thread begins, so that no later work there is waited for
-            "stream 0 waits for event on default",
-            "broadcast on stream 0",
-            "stream 0 waits for it",
-            "host waits for stream 0",
-        ]
-    )

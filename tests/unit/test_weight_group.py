@@ -1,4 +1,4 @@
-"""The broadcast group of a weight update: error mode, time limit and end, as far as CPUs can show them."""
+"""The group of weight updates: error mode, time limit and end, as far as CPUs can show them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_dppo.engine import broadcast_group
-from megatron_dppo.engine.broadcast_group import (
+from megatron_dppo.engine import weight_groups
+from megatron_dppo.engine.weight_groups import (
     ABORT_GROUP,
     CALLED_OFF,
     ERROR_MODE,
@@ -30,8 +30,8 @@ from megatron_dppo.engine.broadcast_group import (
 )
 from megatron_dppo.system.network import listening_store
 from megatron_dppo.system.ports import free_port
-from megatron_dppo.weight_sync import broadcast_group as weight_groups
-from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup, call_off
+from megatron_dppo.weight_sync import weight_group
+from megatron_dppo.weight_sync.weight_group import WeightGroup, call_off
 
 ENGINE_PROGRAM = """
 import sys
@@ -40,7 +40,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
-from megatron_dppo.engine import broadcast_group
+from megatron_dppo.engine import weight_groups
 
 def sglangs_method(updater, address, port, rank, size, name, backend):
     limit = timedelta(minutes=30)
@@ -54,7 +54,7 @@ def sglangs_method(updater, address, port, rank, size, name, backend):
 
 address, port, name = sys.argv[1:]
 updater = SimpleNamespace(_model_update_group={}, device="cpu")
-print(*broadcast_group.join(sglangs_method, updater, address, int(port), 1, 2, name, "gloo"), flush=True)
+print(*weight_groups.join(sglangs_method, updater, address, int(port), 1, 2, name, "gloo"), flush=True)
 options = dist.BroadcastOptions()
 options.rootRank = options.rootTensor = 0
 try:
@@ -71,12 +71,12 @@ except RuntimeError:
 def join_engine(monkeypatch):
     """A function that joins this process and the process of an engine rank, which waits in its first broadcast."""
     engines: list[subprocess.Popen[str]] = []
-    groups: list[BroadcastGroup] = []
+    groups: list[WeightGroup] = []
 
-    def join(limit_s: float = 90.0) -> tuple[BroadcastGroup, subprocess.Popen[str]]:
+    def join(limit_s: float = 90.0) -> tuple[WeightGroup, subprocess.Popen[str]]:
         name = new_name(timedelta(seconds=limit_s))
-        monkeypatch.setattr(weight_groups, "new_name", lambda limit: name)
-        group = BroadcastGroup(ranks=1, address="127.0.0.1", device="cpu", timeout_s=60.0)
+        monkeypatch.setattr(weight_group, "new_name", lambda limit: name)
+        group = WeightGroup(ranks=1, address="127.0.0.1", device="cpu", timeout_s=60.0)
         groups.append(group)
         words = [group.address, str(group.port), group.name]
         engine = subprocess.Popen(
@@ -115,17 +115,17 @@ def test_the_trainers_abort_frees_an_engine_over_gloo(join_engine):
 
 def test_a_bucket_is_received(join_engine):
     group, engine = join_engine()
-    group.broadcast(torch.zeros(1 << 24, dtype=torch.uint8)).result(60)
+    group.connect(1 << 24).result(60)
     assert next_line(engine) == "received"
 
 
 def test_an_abort_tells_the_engines_before_it_breaks_the_group(monkeypatch):
     seen: list[str] = []
-    group = BroadcastGroup.__new__(BroadcastGroup)
+    group = WeightGroup.__new__(WeightGroup)
     group._store = SimpleNamespace(set=lambda key, value: seen.append(key))
     group._group = SimpleNamespace(abort=lambda: seen.append("abort"))
     monkeypatch.setattr(
-        weight_groups.dist, "destroy_process_group", lambda group: seen.append("left")
+        weight_group.dist, "destroy_process_group", lambda group: seen.append("left")
     )
     group.abort()
     assert seen == [CALLED_OFF, "abort", "left"]
@@ -144,9 +144,9 @@ def test_an_nccl_group_is_made_with_an_error_mode_that_ends_no_process(monkeypat
         return SimpleNamespace(abort=lambda: None), None
 
     monkeypatch.setattr(c10d, "_new_process_group_helper", construct)
-    monkeypatch.setattr(weight_groups.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
+    monkeypatch.setattr(weight_group.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
     monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_group_ranks={}))
-    group = BroadcastGroup.__new__(BroadcastGroup)
+    group = WeightGroup.__new__(WeightGroup)
     group.backend, group.address, group.name = "nccl", "127.0.0.1", "weights"
     group._backend_limit, group._store = timedelta(seconds=1), torch.distributed.HashStore()
     with suppress(TypeError):  # torch's table of groups can't hash the result
@@ -165,7 +165,7 @@ def test_the_server_s_group_is_made_with_it_too(monkeypatch, backend, read):
         return False, "no such host"
 
     updater = SimpleNamespace(_model_update_group={})
-    answer = broadcast_group.join(original, updater, "h", 1, 1, 2, "weights", backend)
+    answer = weight_groups.join(original, updater, "h", 1, 1, 2, "weights", backend)
     assert answer == (False, "no such host")
     assert seen == [read]
     assert ERROR_MODE not in os.environ
@@ -198,8 +198,8 @@ def test_a_name_carries_its_limit():
 
 def start_watch(monkeypatch):
     """Start the watch of a rank's group. Return the rendezvous, the groups, an event of the abort, and the thread."""
-    monkeypatch.setattr(broadcast_group, "_POLL_S", 0.01)
-    monkeypatch.setattr(broadcast_group, "_CONNECT_S", 0.05)
+    monkeypatch.setattr(weight_groups, "_POLL_S", 0.01)
+    monkeypatch.setattr(weight_groups, "_CONNECT_S", 0.05)
     store = [listening_store("127.0.0.1", 0, 2, timedelta(seconds=5), wait_for_workers=False)]
     aborted = threading.Event()
     groups: dict[str, Any] = {"weights": SimpleNamespace(abort=aborted.set)}
@@ -235,7 +235,7 @@ def test_nccl_groups_alone_are_watched(monkeypatch, backend):
 
     with socket.create_server(("127.0.0.1", 0)) as rendezvous:
         port = rendezvous.getsockname()[1]
-        broadcast_group.join(original, updater, "127.0.0.1", port, 1, 2, name, backend)
+        weight_groups.join(original, updater, "127.0.0.1", port, 1, 2, name, backend)
     assert limits == [timedelta(seconds=7)]
     assert started == ([name] if backend == "nccl" else [])
 
@@ -287,24 +287,24 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookRegistry
-from megatron_dppo.engine import broadcast_group
+from megatron_dppo.engine import weight_groups
 from megatron_dppo.system.network import listening_store
 from megatron_dppo.system.ports import free_port
 
-broadcast_group.register()
+weight_groups.register()
 HookRegistry.apply_hooks()
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 updater = SimpleNamespace(_model_update_group={}, tp_rank=0, device="cpu")
-name = broadcast_group.new_name(timedelta(seconds=7))
+name = weight_groups.new_name(timedelta(seconds=7))
 port = free_port("127.0.0.1")
 join = WeightUpdater.init_weights_update_group
 print(join(updater, "127.0.0.1", port, 0, 1, name, "gloo")[0])
 print(updater._model_update_group[name]._get_backend(torch.device("cpu")).options._timeout)
 print(hasattr(WeightUpdater.load_weights_from_distributed, "__wrapped__"))
 store = listening_store("127.0.0.1", 0, 3, timedelta(minutes=30), wait_for_workers=False)
-name = broadcast_group.new_name(timedelta(seconds=1))
+name = weight_groups.new_name(timedelta(seconds=1))
 print(join(updater, "127.0.0.1", store.port, 1, 3, name, "gloo")[0])
 """
 
@@ -320,7 +320,7 @@ def test_a_server_does_not_join_where_no_trainer_listens():
 
     port = free_port("127.0.0.1")
     name = new_name(timedelta(seconds=600))
-    joined, reason = broadcast_group.join(original, updater, "127.0.0.1", port, 1, 2, name, "gloo")
+    joined, reason = weight_groups.join(original, updater, "127.0.0.1", port, 1, 2, name, "gloo")
     assert not joined
     assert f"127.0.0.1:{port}" in reason
     assert calls == []

@@ -1,13 +1,13 @@
-"""The broadcast group of a weight update: what trainer and server agree on, and hooks for the server's side.
+"""The group of a weight update: what trainer and server agree on, and hooks for the server's side.
 
-A group has one trainer rank, as rank 0, and all ranks of the servers. This module changes three defaults of torch and
+A group has the trainer ranks that send, and then all ranks of the servers. This module changes three defaults of torch and
 SGLang:
 
 - Errors. By default an error or a timeout of NCCL ends the whole process. While a group is made, NCCL's error mode is
   to abort only the group.
 - Time limits. By default a server waits for 30 minutes. Here the group's name carries a time limit, and a hook sets
   this limit in the server, for the rendezvous too. If nothing listens at the rendezvous, the server refuses to join.
-- Answers. By default SGLang answers a request to receive a bucket before the bytes have arrived, so that the request's
+- Answers. By default SGLang answers a request to receive weights before the bytes have arrived, so that the request's
   time limit does not limit the transfer. Here a server answers once the bytes are in its tensors.
 
 The trainer must also be able to free the servers' ranks from a transfer that has failed. In a gloo group the trainer's
@@ -212,11 +212,11 @@ class GroupWatch:
             time.sleep(_POLL_S)
 
     def _abort(self, reason: str) -> None:
-        # Remove the group first, so that no broadcast begins in it. In an aborted group a broadcast would fail, or wait
+        # Remove the group first, so that no transfer begins in it. In an aborted group a transfer would fail, or wait
         # for the group's time limit.
         group = self._groups.pop(self._name, None)
         if group is not None:
-            log.warning("weight update: the broadcast group is aborted: %s", reason)
+            log.warning("weight update: the weight group is aborted: %s", reason)
             group.abort()
 
     def _is_called_off(self) -> bool:

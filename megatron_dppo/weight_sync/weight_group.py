@@ -1,4 +1,4 @@
-"""A process group of a trainer rank and engine ranks, for broadcasts of weights."""
+"""A process group of trainer ranks and engine ranks, for weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from megatron_dppo.engine.broadcast_group import CALLED_OFF, errors_abort_the_group, new_name
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.links import (
     Link,
@@ -24,6 +23,7 @@ from megatron_dppo.engine.links import (
     raising_connection_broken,
     wait_unless_called_off,
 )
+from megatron_dppo.engine.weight_groups import CALLED_OFF, errors_abort_the_group, new_name
 from megatron_dppo.system.network import listening_store
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def call_off(address: str, port: int) -> None:
         log.info("weight transfer: %s:%d was not told to stop: %s", address, port, error)
 
 
-class BroadcastGroup:
+class WeightGroup:
     """A process group of trainer ranks and ``ranks`` engine ranks. The future ``joined`` is done when all have joined.
 
     The trainer ranks come first in the group. Its rank 0, this process by default, has the rendezvous.
@@ -96,16 +96,14 @@ class BroadcastGroup:
         self.port = self._store.port
         self._device = device
         self.joined: Future[None] = in_background(partial(self._join, size, rank))
-        self._connected: Future[None] | None = None
-        self._stream: torch.cuda.Stream | None = None
 
     def wait(self, future: Future[None]) -> None:
         """Wait for ``future`` of this group, or until a rank cancels the whole transfer.
 
         Raises CalledOffError, or the exception of the future.
         """
-        # Wait without a time limit: the engines may have to load other senders' buckets first. The trainer's rank 0
-        # limits the time of each request to the engines. If a request takes longer, rank 0 cancels the transfer.
+        # Wait without a time limit: the trainer's rank 0 limits the time of each request to the engines. If a request
+        # takes longer, rank 0 cancels the transfer.
         wait_unless_called_off(future, self._store)
 
     def link(self, device: torch.device) -> Link:
@@ -136,22 +134,11 @@ class BroadcastGroup:
         self._group = group
 
     def connect(self, size: int) -> Future[None]:
-        """Start a broadcast of ``size`` bytes: NCCL's ranks connect in their first broadcast. Later calls return the
-        future of the first call."""
-        if self._connected is None:
-            probe = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            self._connected = self.broadcast(probe)
-        return self._connected
-
-    def broadcast(self, data: Tensor) -> Future[None]:
-        """Start a broadcast of ``data``. All ranks must enter it. The future is done when ``data`` may change."""
-        # Use a thread, because NCCL's first broadcast returns only when all ranks are connected.
+        """Start a broadcast of ``size`` bytes, in which NCCL's ranks connect. All ranks must enter it."""
         assert self._group is not None
-        filled = None
-        if data.is_cuda:
-            self._stream = self._stream or torch.cuda.Stream(data.device)
-            filled = (torch.cuda.current_stream(data.device).record_event(), self._stream)
-        return in_background(partial(_broadcast, data, self._group, self._backend_limit, filled))
+        data = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        # Use a thread, because NCCL's first operation returns only when all ranks are connected.
+        return in_background(partial(_broadcast, data, self._group, self._backend_limit))
 
     def abort(self) -> None:
         """Abort the group, on the engines' side too: their ranks watch the rendezvous for CALLED_OFF."""
@@ -170,37 +157,18 @@ def _drop(store: dist.Store) -> None:
     """Do nothing: the call releases the last reference to ``store``."""
 
 
-def _broadcast(
-    data: Tensor,
-    group: dist.ProcessGroup,
-    limit: timedelta,
-    filled: tuple[torch.cuda.Event, torch.cuda.Stream] | None,
-) -> None:
-    """Broadcast ``data`` and wait until it may change.
-
-    ``filled``, on a GPU: an event that was recorded after ``data`` was filled, and the stream for the broadcast. Not
-    yet run on a GPU.
-    """
+def _broadcast(data: Tensor, group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Broadcast ``data`` from rank 0, and wait until it has arrived. Not yet run on a GPU."""
     # This frame keeps a reference to ``group`` on purpose. gloo cannot cancel a broadcast, and releasing the last
     # reference to the group would block.
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
-    if filled is None:
-        with raising_connection_broken():
-            group.broadcast([data], options).wait(limit)
-        return
-    event, stream = filled
-    # NCCL starts after all work in the current stream, and wait() blocks the current stream until the broadcast ends.
-    # Without ``stream``, the current stream would be the default stream, which gathers and hashes the next bucket
-    # meanwhile. ``stream`` waits only for the event that ``data`` is filled.
-    # ``data`` stays unchanged until synchronize returns: ``Packer`` keeps ``data`` during its next call, and the caller
-    # waits for this broadcast before the call after that. This frame keeps ``data`` from being freed.
-    with raising_connection_broken(), torch.cuda.stream(stream):
-        stream.wait_event(event)
+    with raising_connection_broken():
         group.broadcast([data], options).wait(limit)
-        # NCCL's wait() blocks only the stream, not this thread.
-        stream.synchronize()
+        if data.is_cuda:
+            # NCCL's wait() blocks only the stream, not this thread.
+            torch.cuda.current_stream(data.device).synchronize()
 
 
 def _gloo_options(address: str, limit: timedelta) -> Any:
