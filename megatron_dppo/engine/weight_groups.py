@@ -1,7 +1,7 @@
 """The group of a weight update: what trainer and server agree on, and hooks for the server's side.
 
-A group has the trainer ranks that send, and then all ranks of the servers. This module changes three defaults of torch and
-SGLang:
+A group has the trainer ranks that send, and then all ranks of the servers. This module changes three defaults of torch
+and SGLang:
 
 - Errors. By default an error or a timeout of NCCL ends the whole process. While a group is made, NCCL's error mode is
   to abort only the group.
