@@ -79,13 +79,10 @@ def collect_all_reduce(site: Site) -> dict[str, Any]:
 
 def _master(site: Site, first_host: str) -> dict[str, Any]:
     """Wait until the first node has written the address and port of rank 0, and return them."""
-    deadline = time.monotonic() + site.meeting.timeout_s
-    while time.monotonic() < deadline:
-        masters = site.meeting.read(_MASTER)
-        if first_host in masters:
-            return masters[first_host]
-        time.sleep(_POLL_S)
-    raise CheckError(f"{first_host} has not written where the processes meet")
+    masters = site.meeting.wait_until(_MASTER, lambda contents: first_host in contents)
+    if first_host not in masters:
+        raise CheckError(f"{first_host} has not written where the processes meet")
+    return masters[first_host]
 
 
 def _run_processes(environment: Mapping[str, str], first_rank: int, count: int) -> dict[str, Any]:

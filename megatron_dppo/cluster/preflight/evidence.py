@@ -213,10 +213,16 @@ class Meeting:
 
     def wait_for_all(self, topic: str) -> dict[str, Any]:
         """Wait until every node has written on the topic, at most ``timeout_s``; return the contents by host."""
+        return self.wait_until(topic, lambda contents: len(contents) >= self.count)
+
+    def wait_until(
+        self, topic: str, is_complete: Callable[[Mapping[str, Any]], bool]
+    ) -> dict[str, Any]:
+        """Wait until the contents on the topic are complete, at most ``timeout_s``; return them by host."""
         deadline = time.monotonic() + self.timeout_s
-        while len(self._hosts(topic)) < self.count and time.monotonic() < deadline:
+        while not is_complete(contents := self.read(topic)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return self.read(topic)
+        return contents
 
     def read(self, topic: str) -> dict[str, Any]:
         """Return what the nodes have written on the topic so far, by host."""

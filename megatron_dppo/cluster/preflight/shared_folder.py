@@ -18,7 +18,6 @@ from megatron_dppo.cluster.preflight.evidence import (
 # Names in the meeting. _CANARY: a file that each node writes and later replaces. _REPLACED: a node's announcement that
 # its canary is replaced. _CONTEST: a file that only one node can create.
 _CANARY, _REPLACED, _CONTEST = "canary", "replaced", "contest"
-_POLL_S = 0.05
 
 
 def collect_shared_folder(site: Site) -> dict[str, Any]:
@@ -36,19 +35,19 @@ def collect_shared_folder(site: Site) -> dict[str, Any]:
     meeting.write(_REPLACED, {})
     node_count = len(meeting.wait_for_all(_REPLACED))
     started = time.monotonic()
-    while True:
-        canaries = meeting.read(_CANARY)
-        replaced_hosts = [h for h, canary in canaries.items() if canary == _canary(h, "new")]
-        waited_s = time.monotonic() - started
-        if len(replaced_hosts) >= node_count or waited_s > meeting.timeout_s:
-            break
-        time.sleep(_POLL_S)
+    canaries = meeting.wait_until(_CANARY, lambda seen: len(_replaced(seen)) >= node_count)
+    waited_s = time.monotonic() - started
     return {
         "seen": seen_hosts,
-        "replaced": replaced_hosts,
+        "replaced": _replaced(canaries),
         "replaced_after_s": round(waited_s, 2),
         "won": has_won,
     }
+
+
+def _replaced(canaries: Mapping[str, Any]) -> list[str]:
+    """Return the hosts whose new file is seen."""
+    return [host for host, canary in canaries.items() if canary == _canary(host, "new")]
 
 
 def _canary(host: str, age: str) -> dict[str, str]:
