@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.token_scores import ScoredTokens
 from megatron_dppo.fleet.endpoint import RecordClient
+from megatron_dppo.fleet.generation import Slots
 from megatron_dppo.fleet.teachers import TeacherClient
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.metrics import records
@@ -275,10 +276,10 @@ class Teachers:
                 concurrency=config.rollout.max_concurrent_requests,
                 stop=stop,
             )
+        self._in_flight = Slots(sys.maxsize)
+        """Measures the time with responses in flight. The clients limit their calls."""
         self._tokens = 0
-        self._open = 0
-        self._busy_s = 0.0
-        self._busy_since = 0.0
+        self._previous_counts = np.zeros(2)
 
     def connect(self, *, is_fresh: bool) -> None:
         """Wait for a server of each teacher, and check the servers, now and when others join later. Collective.
@@ -328,27 +329,23 @@ class Teachers:
         return self._runner.submit(self._score(client, self._prompts.seen(problem, response)))
 
     async def _score(self, client: TeacherClient, response: Trajectory) -> TeacherAnswer:
-        if not self._open:
-            self._busy_since = time.monotonic()
-        self._open += 1
         try:
-            columns = await score_response(client.score, response, self._top_k, self._vocabulary)
+            async with self._in_flight.taken(0):
+                columns = await score_response(
+                    client.score, response, self._top_k, self._vocabulary
+                )
         except EngineError as error:
             return TeacherAnswer(unavailable=f"teacher {client.name}: {error}")
-        finally:
-            self._open -= 1
-            if not self._open:
-                self._busy_s += time.monotonic() - self._busy_since
         self._tokens += response.length
         return TeacherAnswer(columns)
 
     def take_figures(self) -> dict[str, float]:
         """Return the seconds and the speed of all ranks' scores since the last call. Collective."""
-        tokens = 0
-        longest_s = 0.0
-        for rank_tokens, rank_s in all_gather_json(self._runner.run(self._take_counts())):
-            tokens += rank_tokens
-            longest_s = max(longest_s, rank_s)
+        counts = np.array([self._tokens, self._in_flight.busy_s])
+        by_rank = np.array(all_gather_json((counts - self._previous_counts).tolist()))
+        self._previous_counts = counts
+        tokens = float(by_rank[:, 0].sum())
+        longest_s = float(by_rank[:, 1].max())
         if not tokens:
             return {}
         return {
@@ -356,17 +353,6 @@ class Teachers:
             # Avoid a division by 0: two reads of the clock may be equal.
             metric_names.TEACHER_SPEED: tokens / max(longest_s, 1e-9),
         }
-
-    async def _take_counts(self) -> tuple[int, float]:
-        """Return this rank's tokens, and the seconds with scores in flight, since the last call."""
-        now = time.monotonic()
-        if self._open:
-            self._busy_s += now - self._busy_since
-            self._busy_since = now
-        counts = self._tokens, self._busy_s
-        self._tokens = 0
-        self._busy_s = 0.0
-        return counts
 
     def close(self) -> None:
         """End the calls in flight, and close the connections."""

@@ -382,7 +382,12 @@ def far_teacher(
 
 
 def test_a_resumed_run_refuses_a_teacher_of_other_weights(
-    far_teacher: Path, reference: PreTrainedModel, url: str, stale_url: str, tmp_path: Path
+    far_teacher: Path,
+    reference: PreTrainedModel,
+    url: str,
+    stale_url: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The server of another checkpoint is named, also by the doctor; with the first one, the run goes on."""
     with TrainingRun(far_teacher, "run.steps=1") as first:
@@ -403,6 +408,9 @@ def test_a_resumed_run_refuses_a_teacher_of_other_weights(
     config = load_config(far_teacher, [given])
     (examined / "config.yaml").write_text(resolved_yaml(config))
     axes = axes_by_doctor(examined)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "teacher far: its tokenizer has another chat template" in text
+    assert f"teacher far at {stale_url}: unexplained" in text
     assert axes.pop(f"teacher far at {stale_url}") == "unexplained"
     assert axes.keys() == {"engine", "trainer", "teacher far", f"teacher far at {url}"}
     assert set(axes.values()) == {"healthy"}

@@ -38,6 +38,7 @@ from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.loop.gap_guard import is_coarse
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
+from megatron_dppo.loop.teachers import TeacherPrompts
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import ModelError
@@ -215,7 +216,7 @@ class Doctor:
             if origin.makes_prompts:
                 self._unexamined["prompts"] = "the environment makes them"
             if self._config.distillation.teachers:
-                diagnoses += self._diagnose_teachers(data)
+                diagnoses += self._diagnose_teachers(data, facts)
         return DoctorReport(
             batch=self._batch,
             diagnoses=diagnoses,
@@ -263,20 +264,26 @@ class Doctor:
                 others[version] = RankTensors(server, rank, folder, shape, dtype)
         return others
 
-    def _diagnose_teachers(self, data: RunData) -> list[Diagnosis]:
-        """Compare the teachers' scores of the batch, saved and by servers that answer now, with their checkpoints."""
+    def _diagnose_teachers(self, data: RunData, facts: list[str]) -> list[Diagnosis]:
+        """Compare the teachers' scores of the batch, saved and by servers that answer now, with their checkpoints.
+
+        Warnings about the teachers' prompts are added to ``facts``.
+        """
         try:
-            cases = teachers.teacher_cases(self._config, data, self._batch)
+            prompts = TeacherPrompts(self._config, data)
+            problems = data.train.problems
+            cases = teachers.teacher_cases(self._config, prompts, problems, self._batch)
         except (DataError, ModelError, OSError) as error:
             self._unexamined["teachers"] = str(error)
             return []
+        facts += prompts.warnings
         diagnoses: list[Diagnosis] = []
         for case in cases:
             known_weights = KnownWeights({0: case.folder}, case.folder, case.folder)
             doctor = Doctor(case.config, case.batch, known_weights)
             try:
                 found = [doctor.examine(side) for side in case.sides(self._unexamined)]
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RuntimeError) as error:
                 self._unexamined[f"teacher {case.name}"] = str(error)
                 continue
             for teacher in found:

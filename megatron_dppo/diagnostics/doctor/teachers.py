@@ -17,14 +17,13 @@ import torch
 
 from megatron_dppo.config.distillation import serving_config
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.diagnostics.doctor.diagnosis import Side
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.fleet.endpoint import record_of_command
 from megatron_dppo.fleet.record import Keys
 from megatron_dppo.fleet.teachers import scores_by
-from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.teachers import TeacherPrompts, score_response
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -95,14 +94,16 @@ class TeacherCase:
 
 
 def teacher_cases(
-    config: TrainConfig, data: RunData, batch: Sequence[Trajectory]
+    config: TrainConfig,
+    prompts: TeacherPrompts,
+    problems: Sequence[Problem],
+    batch: Sequence[Trajectory],
 ) -> list[TeacherCase]:
-    """Return the case of each teacher that has responses with a token. Raises DataError, ModelError and OSError."""
-    prompts = TeacherPrompts(config, data)
-    problems = {problem.problem_id: problem for problem in data.train.problems}
+    """Return the case of each teacher that has responses to ``problems`` with a token. Raises ModelError, OSError."""
+    problem_by_id = {problem.problem_id: problem for problem in problems}
     seen_by: dict[str, dict[int, Trajectory]] = {}
     for position, response in enumerate(batch):
-        problem = problems.get(response.problem_id)
+        problem = problem_by_id.get(response.problem_id)
         if problem is not None and response.sampled:
             seen = seen_by.setdefault(prompts.teacher_of(problem), {})
             # The recorded experts are the policy's.
