@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import this_machine
@@ -26,6 +25,7 @@ from megatron_dppo.spec import Roles
 from megatron_dppo.train import main
 from tests.messages import mentions
 from tests.tiny_models import save_tiny_model
+from tests.unit.config_files import write_config
 
 SECONDS = 5.0
 LINES = 24
@@ -50,10 +50,14 @@ def valid_tree(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
         "optimizer": {"lr": 1e-5},
     }
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    assert main([str(path), "--check"]) == 0
+    assert main([str(write_config(folder, tree)), "--check"]) == 0
     return tree
+
+
+@pytest.fixture
+def valid_config(valid_tree: dict[str, Any], tmp_path: Path) -> Path:
+    """The file of the valid configuration."""
+    return write_config(tmp_path, valid_tree)
 
 
 def resident(*, reset_peak: bool = False) -> int:
@@ -211,20 +215,13 @@ def test_hostile_configurations(name, valid_tree, tmp_path, capsys):
     change, expected = CONFIGURATIONS[name]
     tree = copy.deepcopy(valid_tree)
     change(tree)
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    assert expected in refusal(path, [], capsys)
+    assert expected in refusal(write_config(tmp_path, tree), [], capsys)
 
 
-def test_a_variable_that_is_not_set_is_a_fault_of_the_machine(valid_tree, tmp_path, monkeypatch):
+def test_a_variable_that_is_not_set_is_a_fault_of_the_machine(valid_config, monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    tree = copy.deepcopy(valid_tree)
-    tree["reward"]["further"] = {
-        "second": {"name": "exact_integer", "passed_variables": ["NO_SUCH_KEY"]}
-    }
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    config = load_config(path)
+    second = "{name: exact_integer, passed_variables: [NO_SUCH_KEY]}"
+    config = load_config(valid_config, [f"reward.further.second={second}"])
     key = "reward.further.second.passed_variables"
     assert any(
         mentions(f, key, "NO_SUCH_KEY")
@@ -239,14 +236,11 @@ def test_a_variable_that_is_not_set_is_a_fault_of_the_machine(valid_tree, tmp_pa
 @pytest.mark.parametrize("command", [evaluate_main, rollout_main])
 @pytest.mark.parametrize("words", [["engine.servers=0"], ["engine.urls=[http://a:1]"]])
 def test_commands_with_servers_of_their_own_refuse_a_run_without_one(
-    command, words, valid_tree, tmp_path, capsys
+    command, words, valid_config, valid_tree, tmp_path, capsys
 ):
-    tree = copy.deepcopy(valid_tree)
-    tree["data"]["evaluation"] = {"held_out": tree["data"]["train"]}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
+    held_out = f"data.evaluation.held_out={valid_tree['data']['train']}"
     with pytest.raises(FatalError):
-        command([str(path), *words, "--out", str(tmp_path / "out")])
+        command([str(valid_config), held_out, *words, "--out", str(tmp_path / "out")])
     assert "engine.servers: got" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -295,10 +289,8 @@ def test_hostile_paths_of_the_configuration(name, capsys):
     "word",
     ["run.seed=99999999999999999999", "run..x=1", "=", "a.b.c.d=1", "run=1", "run.steps=[", "x=\0"],
 )
-def test_hostile_overrides(word, valid_tree, tmp_path, capsys):
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(valid_tree))
-    refusal(path, [word], capsys)
+def test_hostile_overrides(word, valid_config, capsys):
+    refusal(valid_config, [word], capsys)
 
 
 @pytest.mark.parametrize("content", [b"[" * 5000, b"[]", b"{", b"run: !!int x", b"\xff"])
@@ -330,29 +322,21 @@ DATA: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_hostile_data(name, valid_tree, tmp_path, capsys):
+def test_hostile_data(name, valid_config, tmp_path, capsys):
     content, expected = DATA[name]
-    tree = copy.deepcopy(valid_tree)
     data = GOOD.encode() + content
     if name == "an empty file":
         data = b""
     if name == "a prompt of 10 MB alone":
         data = json.dumps({"prompt": "1" * 10**7, "answer": 1}).encode()
     (tmp_path / "train.jsonl").write_bytes(data)
-    tree["data"]["train"] = str(tmp_path / "train.jsonl")
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    assert expected in refusal(path, [], capsys)
+    assert expected in refusal(valid_config, [f"data.train={tmp_path}/train.jsonl"], capsys)
 
 
-def test_a_long_answer_and_a_long_prompt_are_let_pass(valid_tree, tmp_path):
+def test_a_long_answer_and_a_long_prompt_are_let_pass(valid_config, tmp_path):
     long = json.dumps({"prompt": "1" * 10**7, "answer": 1}) + "\n"
     (tmp_path / "train.jsonl").write_text(GOOD * 8 + long + answer("9" * 400).decode())
-    tree = copy.deepcopy(valid_tree)
-    tree["data"]["train"] = str(tmp_path / "train.jsonl")
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    assert main([str(path), "--check"]) == 0
+    assert main([str(valid_config), f"data.train={tmp_path}/train.jsonl", "--check"]) == 0
 
 
 MODEL_FILES: dict[str, tuple[str, bytes]] = {
@@ -383,38 +367,22 @@ MODEL_FILES: dict[str, tuple[str, bytes]] = {
 
 
 @pytest.mark.parametrize("name", MODEL_FILES)
-def test_hostile_model_folders(name, valid_tree, tmp_path, capsys):
+def test_hostile_model_folders(name, valid_config, tmp_path, capsys):
     file, content = MODEL_FILES[name]
     save_tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=515)
     (tmp_path / "model" / file).write_bytes(content)
-    tree = copy.deepcopy(valid_tree)
-    tree["model"]["hf_checkpoint"] = str(tmp_path / "model")
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    text = refusal(path, [], capsys)
+    text = refusal(valid_config, [f"model.hf_checkpoint={tmp_path}/model"], capsys)
     assert str(tmp_path) in text
 
 
-def test_a_value_that_transformers_refuses(valid_tree, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [("attention_dropout", "x", "transformers refuses it"), ("num_experts_per_tok", 99, "is 99")],
+)
+def test_a_value_of_a_model_that_cannot_be(key, value, words, valid_config, tmp_path, capsys):
     save_tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=515)
     file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": "x"}))
-    tree = copy.deepcopy(valid_tree)
-    tree["model"]["hf_checkpoint"] = str(tmp_path / "model")
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    text = refusal(path, [], capsys)
-    assert f"model.hf_checkpoint: {file}: transformers refuses it" in text
-    assert "attention_dropout" in text
-
-
-def test_more_experts_for_a_token_than_there_are(valid_tree, tmp_path, capsys):
-    save_tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=515)
-    file = tmp_path / "model" / "config.json"
-    values = json.loads(file.read_text())
-    file.write_text(json.dumps({**values, "num_experts_per_tok": 99}))
-    tree = copy.deepcopy(valid_tree)
-    tree["model"]["hf_checkpoint"] = str(tmp_path / "model")
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    assert "num_experts_per_tok" in refusal(path, [], capsys)
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    text = refusal(valid_config, [f"model.hf_checkpoint={tmp_path}/model"], capsys)
+    assert mentions(text, f"model.hf_checkpoint: {file}", words)
+    assert key in text

@@ -86,23 +86,19 @@ def test_several_files_of_an_export_hold_them_too(hf, carried_tensors, tmp_path)
     assert same_bytes(hf, tmp_path / "back")
 
 
-def test_an_altered_one_is_named(hf, carried_tensors, tmp_path) -> None:
-    hf_to_megatron(hf, tmp_path / "megatron")
-    path = tmp_path / "megatron" / "release" / "carried" / "model.safetensors"
+def flip_last_byte(path: Path) -> None:
     flip_byte(path, path.stat().st_size - 1)
-    with pytest.raises(MismatchError, match=r"model\.visual\.patch_embed"):
-        verify(hf, tmp_path / "megatron")
-    with pytest.raises(MismatchError, match=r"model\.visual\.patch_embed"):
-        megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
 
 
-def test_a_lost_one_is_named(hf, carried_tensors, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "name"), [(flip_last_byte, r"model\.visual\.patch_embed"), (Path.unlink, "eh_proj")]
+)
+def test_an_altered_or_lost_one_is_named(hf, carried_tensors, tmp_path, damage, name) -> None:
     hf_to_megatron(hf, tmp_path / "megatron")
-    folder = tmp_path / "megatron" / "release" / "carried"
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(MismatchError, match="eh_proj"):
+    damage(tmp_path / "megatron" / "release" / "carried" / "model.safetensors")
+    with pytest.raises(MismatchError, match=name):
         verify(hf, tmp_path / "megatron")
-    with pytest.raises(MismatchError, match="eh_proj"):
+    with pytest.raises(MismatchError, match=name):
         megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
 
 

@@ -88,20 +88,20 @@ def open_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         small.close()
 
 
-def test_a_refused_key_is_not_tried_six_times(open_small):
+@pytest.mark.parametrize(
+    ("status", "text", "calls"),
+    [
+        (401, "Unauthorized", 1),
+        # Two attempts, and a health check in between.
+        (400, "no such tensor", 3),
+    ],
+)
+def test_what_the_server_refuses_is_not_tried_six_times(open_small, status, text, calls):
     small = open_small()
-    small.server.info["/server_info"] = (401, "Unauthorized")
-    with pytest.raises(EngineUnavailableError, match="401: Unauthorized"):
+    small.server.info["/server_info"] = (status, text)
+    with pytest.raises(EngineUnavailableError, match=f"{status}: {text}"):
         small.session.connect()
-    assert small.server.asked["/server_info"] == 1
-
-
-def test_what_the_server_refuses_twice_alike_is_not_tried_again(open_small):
-    small = open_small()
-    small.server.info["/server_info"] = (400, "no such tensor")
-    with pytest.raises(EngineUnavailableError, match="400: no such tensor"):
-        small.session.connect()
-    assert small.server.asked["/server_info"] == 3  # two attempts, and a health check in between
+    assert small.server.asked["/server_info"] == calls
 
 
 def test_a_server_that_fails_is_replaced(open_small):

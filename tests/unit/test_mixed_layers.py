@@ -80,28 +80,22 @@ def test_dense_layers_are_read_from_each_of_their_keys(tmp_path, hf, keys, dense
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "message"),
     [
-        ("first_k_dense_replace", -1),
-        ("first_k_dense_replace", True),
-        ("mlp_only_layers", 1),
-        ("mlp_only_layers", ["1"]),
-        ("decoder_sparse_step", 0),
+        ("first_k_dense_replace", -1, "first_k_dense_replace"),
+        ("first_k_dense_replace", True, "first_k_dense_replace"),
+        # No layer would be routed.
+        ("first_k_dense_replace", LAYERS, "4 layers"),
+        ("mlp_only_layers", 1, "mlp_only_layers"),
+        ("mlp_only_layers", ["1"], "mlp_only_layers"),
+        ("decoder_sparse_step", 0, "decoder_sparse_step"),
     ],
 )
-def test_a_wrong_value_is_named(tmp_path, hf, key, value) -> None:
+def test_a_wrong_value_is_named(tmp_path, hf, key, value, message) -> None:
     values = json.loads((hf / "config.json").read_text()) | {key: value}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values))
-    with pytest.raises(UnsupportedModelError, match=key):
-        load_model_shape(path)
-
-
-def test_a_mixture_of_experts_without_a_routed_layer_is_refused(tmp_path, hf) -> None:
-    values = json.loads((hf / "config.json").read_text()) | {"first_k_dense_replace": LAYERS}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(values))
-    with pytest.raises(UnsupportedModelError, match="4 layers"):
+    with pytest.raises(UnsupportedModelError, match=message):
         load_model_shape(path)
 
 
