@@ -402,9 +402,11 @@ class WeightUpdater:
     def close(self, *, at_once: bool = False) -> None:
         """Close the connections. The engines keep running with their present weights.
 
-        ``at_once``: do not wait for the engines to leave the groups of updates.
+        ``at_once``: abort the group of updates, and do not wait for the engines to leave it.
         """
-        if self._strategy is not None and not at_once:
+        if self._strategy is not None and at_once:
+            self._strategy.abort()
+        elif self._strategy is not None:
             self._strategy.close()
         if self._engines is not None:
             self._engines.close()

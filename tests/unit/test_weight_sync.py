@@ -513,16 +513,19 @@ def test_a_rank_without_engines_reports_rank_0s_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "left"), [({}, ["left"]), ({"at_once": False}, ["left"]), ({"at_once": True}, [])]
+    ("words", "ending"),
+    [({}, "left"), ({"at_once": False}, "left"), ({"at_once": True}, "aborted")],
 )
-def test_closing_waits_for_the_strategy_unless_it_must_not(
-    words: dict[str, bool], left: list[str]
+def test_closing_leaves_the_groups_of_the_engines_or_aborts_its_own(
+    words: dict[str, bool], ending: str
 ) -> None:
-    updates, calls = updater(engine := Engine()), []
+    """A group that is neither left nor aborted makes the process abort at its exit."""
+    updates, calls = updater(engine := Engine()), list[str]()
     assert updates._strategy is not None
     updates._strategy.close = lambda: calls.append("left")  # type: ignore[method-assign]
+    updates._strategy.abort = lambda: calls.append("aborted")  # type: ignore[method-assign]
     updates.close(**words)
-    assert calls == left
+    assert calls == [ending]
     assert engine.closed
 
 
