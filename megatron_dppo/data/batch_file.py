@@ -29,6 +29,7 @@ from safetensors.numpy import save
 from megatron_dppo.data.columns import Rows, declared_column, digest
 from megatron_dppo.data.seal import Seal
 from megatron_dppo.data.trajectory import FINISH_REASONS, Trajectory, forms_of
+from megatron_dppo.metrics.records import step_name
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
@@ -40,7 +41,7 @@ class BatchFormatError(RunError, ValueError):
 
 
 def batch_path(folder: str | Path, step: int) -> Path:
-    return Path(folder) / f"step_{step:06d}.safetensors"
+    return Path(folder) / f"{step_name(step)}.safetensors"
 
 
 def save_batch(

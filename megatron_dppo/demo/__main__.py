@@ -48,7 +48,7 @@ from megatron_dppo.metrics.samples import TRAINING, console_lines, read_samples
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.metrics.verdict import VerdictRow, verdict_table
 from megatron_dppo.system.arguments import count_or_zero
-from megatron_dppo.system.files import unused_path
+from megatron_dppo.system.files import rename_with_time
 from megatron_dppo.system.secret_variables import hide_secrets
 from megatron_dppo.system.yaml_core import parse_yaml
 
@@ -138,9 +138,7 @@ def set_aside(
     is_finished = (directory / SUMMARY_FILE).exists()
     if is_same_demo and not is_finished:
         return
-    stamp = f"{directory.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    renamed = unused_path(directory.with_name(stamp))
-    directory.rename(renamed)
+    renamed = rename_with_time(directory)
     old_run = "run of another seed, algorithm or task"
     if is_finished:
         old_run = "finished run"

@@ -42,7 +42,7 @@ from megatron_dppo.data.response_frames import (
     read_frames,
 )
 from megatron_dppo.data.trajectory import Problem, Trajectory
-from megatron_dppo.metrics.records import read_step_lines
+from megatron_dppo.metrics.records import read_step_lines, step_name, step_of_name
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import sync_to_disk, write_atomically
@@ -163,7 +163,7 @@ class ResponseSpool:
         self._rounds[step] = round_
         if self.rank == 0 and self._draws.get((step, round_)) != list(problems):
             line = json.dumps({"step": step, "round": round_, "problems": list(problems)}) + "\n"
-            self._submit(self._append_line, f"{_step_name(step)}/{_DRAWS}", line)
+            self._submit(self._append_line, f"{step_name(step)}/{_DRAWS}", line)
 
     def part(self, step: int, positions: Sequence[int]) -> StepPart:
         """Return this rank's part of a step's batch. ``positions``: positions of its groups in the batch."""
@@ -237,7 +237,7 @@ class ResponseSpool:
         if self.folder is None:
             return
         for path in self.folder.glob("step_*"):
-            if _step_of(path) <= step:
+            if step_of_name(path.name) <= step:
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
@@ -313,7 +313,7 @@ class ResponseSpool:
         def remove_later() -> None:
             assert self.folder is not None
             for path in self.folder.glob("step_*"):
-                if _step_of(path) > step:
+                if step_of_name(path.name) > step:
                     shutil.rmtree(path)
             lines = read_step_lines(self.folder / _TRAINED)
             kept_lines = [json.dumps(line) + "\n" for line in lines if line["step"] < step]
@@ -400,7 +400,7 @@ class ResponseSpool:
 
     def _frames_of(self, step: int) -> Path:
         assert self.folder is not None
-        return self.folder / _step_name(step) / f"rank{self.rank}.frames"
+        return self.folder / step_name(step) / f"rank{self.rank}.frames"
 
     @property
     def _is_off(self) -> bool:
@@ -443,7 +443,7 @@ class ResponseSpool:
         """Remove this rank's responses of steps that earlier ranks did not train on."""
         assert self.folder is not None
         for path in self.folder.glob(f"step_*/rank{self.rank}.frames"):
-            step = _step_of(path.parent)
+            step = step_of_name(path.parent.name)
             if step > self.last_trained:
                 self._close_file(step)
                 path.unlink()
@@ -499,14 +499,6 @@ class StepPart:
 
 def _nothing() -> None:
     """Do nothing. When the writing thread has made this call, all earlier calls are done."""
-
-
-def _step_name(step: int) -> str:
-    return f"step_{step:06d}"
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
 
 
 def settings_of_responses(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -422,7 +422,8 @@ CHECKPOINTS_FOLDER = "checkpoints"
 ROLLOUTS_FOLDER = "rollouts"
 SPOOL_FOLDER = "spool"
 """Folder of the scored responses since the newest checkpoint (``loop/spool.py``)."""
-BATCH_FILES = "step_*.safetensors"
+_STEP = "step_"
+BATCH_FILES = f"{_STEP}*.safetensors"
 """Pattern of the file names of saved batches in ``ROLLOUTS_FOLDER``."""
 EXPORT_FOLDER = "hf"
 _LAST_CHECKPOINT = "last_checkpoint.json"
@@ -441,9 +442,19 @@ _RECORD_FILES = (
 """In the order in which ``set_aside`` moves the files."""
 
 
+def step_name(step: int) -> str:
+    """Return the name of a step's file or folder, such as ``step_000012``."""
+    return f"{_STEP}{step:06d}"
+
+
+def step_of_name(name: str) -> int:
+    """Return the step of a name made by ``step_name``. Raises ValueError."""
+    return int(name.removeprefix(_STEP))
+
+
 def saved_batch_steps(folder: Path) -> list[int]:
     """Return the steps whose batches are saved in ``folder``, in order. Raises ValueError if no batch is saved."""
-    steps = [int(path.stem.removeprefix("step_")) for path in folder.glob(BATCH_FILES)]
+    steps = [step_of_name(path.stem) for path in folder.glob(BATCH_FILES)]
     if not steps:
         raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
     return sorted(steps)

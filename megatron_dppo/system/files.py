@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,6 +111,17 @@ def unused_path(path: Path) -> Path:
             break
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate
+
+
+def rename_with_time(folder: Path, seconds: float | None = None) -> Path:
+    """Rename ``folder`` to ``<name>-<local time>``, so that its name is free, and return its new path.
+
+    ``seconds``: the time, in epoch seconds; None: now.
+    """
+    time_text = time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
+    renamed = unused_path(folder.with_name(f"{folder.name}-{time_text}"))
+    folder.rename(renamed)
+    return renamed
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o644) -> None:

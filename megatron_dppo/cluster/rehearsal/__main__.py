@@ -66,7 +66,7 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.spec import Roles
 from megatron_dppo.system.arguments import positive_count, whole_number
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.files import folder_fault, unused_path
+from megatron_dppo.system.files import folder_fault, rename_with_time
 from megatron_dppo.system.secret_variables import hide_secrets
 
 _LOG_WIDTH = 120
@@ -324,10 +324,7 @@ class Rehearsal:
         if fault := folder_fault(self.directory):
             raise ConfigError([f"--directory: {fault}"], str(self.recipe))
         if (self.directory / CONFIG).exists():
-            stamp = f"{self.directory.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-            renamed = unused_path(self.directory.with_name(stamp))
-            self.directory.rename(renamed)
-            say(f"the earlier rehearsal is now {renamed}")
+            say(f"the earlier rehearsal is now {rename_with_time(self.directory)}")
         elif self.directory.exists():
             # The folder of a refused rehearsal has no configuration, only these generated folders.
             for name in ("model", "problems", "check"):

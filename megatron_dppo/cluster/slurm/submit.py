@@ -46,7 +46,7 @@ from megatron_dppo.launch.srun import literal
 from megatron_dppo.logging import LOGS_FOLDER, say
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.spec import Roles
-from megatron_dppo.system.files import folder_fault, unused_path, with_hash, write_atomically
+from megatron_dppo.system.files import folder_fault, rename_with_time, with_hash, write_atomically
 from megatron_dppo.system.processes import held_back
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -563,10 +563,7 @@ def _hint(submission: Submission) -> str:
 def set_aside(directory: Path) -> None:
     """Rename the folder of an earlier rehearsal, and print its new name."""
     if directory.exists():
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        renamed = unused_path(directory.with_name(f"{directory.name}-{stamp}"))
-        directory.rename(renamed)
-        print(f"the earlier rehearsal is now {renamed}")
+        print(f"the earlier rehearsal is now {rename_with_time(directory)}")
 
 
 def follow(directory: Path, job: str) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,7 @@ from megatron_dppo.diagnostics.gpu_check.runner import PartResult, run_part
 from megatron_dppo.diagnostics.gpu_check.runs import RECIPE
 from megatron_dppo.logging import fatal
 from megatron_dppo.system.arguments import positive_count, positive_number
-from megatron_dppo.system.files import unused_path, write_atomically
+from megatron_dppo.system.files import rename_with_time, unused_path, write_atomically
 
 DIRECTORY = Path("runs/gpu_check")
 JSON_FILE, PAGE_FILE = "gpu_check.json", "gpu_check.md"
@@ -137,8 +136,7 @@ def chosen_parts(parts: Sequence[CheckPart], only: str | None) -> list[CheckPart
 def fresh_folder(directory: Path) -> Path:
     """Create ``directory`` and return it. The folder of an earlier check is renamed, not deleted."""
     if directory.exists():
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(directory.stat().st_mtime))
-        directory.rename(unused_path(directory.with_name(f"{directory.name}-{stamp}")))
+        rename_with_time(directory, directory.stat().st_mtime)
     directory.mkdir(parents=True)
     return directory
 

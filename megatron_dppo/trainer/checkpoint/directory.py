@@ -27,6 +27,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.metrics.records import step_name
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import sha256_of, sync_to_disk, write_synced
@@ -129,7 +130,7 @@ class CheckpointDirectory:
                 serial = max(serial, int(match[1]) + 1)
                 log.warning("removing what an interrupted save left: %s", path)
                 shutil.rmtree(path)
-        folder = self.directory / f"{_name(step)}.partial-{serial}"
+        folder = self.directory / f"{step_name(step)}.partial-{serial}"
         folder.mkdir()
         failpoint("checkpoint/begun")
         return StoredCheckpoint(folder, step, serial)
@@ -156,8 +157,8 @@ class CheckpointDirectory:
             for path in suspect_folders(self.directory):
                 shutil.rmtree(path)
         else:
-            target = self.directory / _name(partial.step)
-        replaced = self.directory / f"{_name(partial.step)}.replaced-{partial.serial}"
+            target = self.directory / step_name(partial.step)
+        replaced = self.directory / f"{step_name(partial.step)}.replaced-{partial.serial}"
         if target.exists():
             # A rename cannot replace a folder that is not empty, so two renames are needed. A crash between them
             # leaves no checkpoint of this step, but all other checkpoints remain.
@@ -195,7 +196,7 @@ class CheckpointDirectory:
 
 def suspect_folder(directory: Path, step: int) -> Path:
     """Return the folder for the checkpoint of ``step`` that is saved when a numerical fault ends the run."""
-    return directory / f"{_name(step)}{_SUSPECT_SUFFIX}"
+    return directory / f"{step_name(step)}{_SUSPECT_SUFFIX}"
 
 
 def suspect_folders(directory: Path) -> list[Path]:
@@ -251,10 +252,6 @@ def check_content(folder: Path, files: dict[str, dict[str, Any]]) -> None:
             raise DamagedCheckpointError(
                 f"{folder / name}: altered: its content does not match the manifest's checksum"
             )
-
-
-def _name(step: int) -> str:
-    return f"step_{step:06d}"
 
 
 def _digest(content: dict[str, Any]) -> str:
