@@ -255,19 +255,7 @@ def test_a_run_with_two_teachers(material: Path) -> None:
     with TrainingRun(material, replay, f"run.directory={folder / 'replayed'}") as again:
         again.finish()
     assert not list(again.directory.glob("logs/*teacher*"))
-    axes = axes_by_doctor(run.directory)
-    assert set(axes.values()) == {"healthy"}
-    assert axes.keys() == {"engine", "trainer", "teacher big", "teacher same"}
-    assert axes_by_doctor(run.directory, "--no-teachers").keys() == {"engine", "trainer"}
-    # The saved scores of "same" belong to the token before each token.
-    batch = load_batch(run.directory / "rollouts", 1)
-    for number, response in enumerate(batch):
-        if problems[response.problem_id].metadata["teacher"] == "same":
-            moved = np.roll(response.column("teacher_log_probs"), 1)
-            batch[number] = response.with_columns(teacher_log_probs=moved)
-    save_batch(folder / "moved" / "rollouts", 1, batch)
-    shutil.copy(run.directory / "config.yaml", folder / "moved")
-    assert axes_by_doctor(folder / "moved") == axes | {"teacher same": "tokens"}
+    _check_doctor(run.directory, problems)
 
 
 def axes_by_doctor(directory: Path, *options: str) -> dict[str, str]:
@@ -275,6 +263,30 @@ def axes_by_doctor(directory: Path, *options: str) -> dict[str, str]:
     file = directory / "doctor.json"
     assert doctor([str(directory), "--step", "1", "--json", str(file), *options]) == 0
     return {side["side"]: side["axis"] for side in json.loads(file.read_text())["sides"]}
+
+
+def _check_doctor(directory: Path, problems: dict[int, Problem]) -> None:
+    """The doctor finds nothing in a run; in a copy whose scores are moved by a token, it names teacher and tokens."""
+    axes = axes_by_doctor(directory)
+    assert set(axes.values()) == {"healthy"}
+    assert axes.keys() == {"engine", "trainer", "teacher big", "teacher same"}
+    assert axes_by_doctor(directory, "--no-teachers").keys() == {"engine", "trainer"}
+    moved_run = directory.parent / "moved"
+    # The saved scores of "same" belong to the token before each token.
+    batch = load_batch(directory / "rollouts", 1)
+    for number, response in enumerate(batch):
+        if problems[response.problem_id].metadata["teacher"] == "same":
+            moved = np.roll(response.column("teacher_log_probs"), 1)
+            batch[number] = response.with_columns(teacher_log_probs=moved)
+    save_batch(moved_run / "rollouts", 1, batch)
+    shutil.copy(directory / "config.yaml", moved_run)
+    assert axes_by_doctor(moved_run) == axes | {"teacher same": "tokens"}
+    sides = json.loads((moved_run / "doctor.json").read_text())["sides"]
+    (tokens,) = [side["tokens"] for side in sides if side["side"] == "teacher same"]
+    for token in tokens:
+        response = batch[token["response"]]
+        assert problems[response.problem_id].metadata["teacher"] == "same"
+        assert response.response_ids[token["position"]] == token["token_id"]
 
 
 def _check_branches(
