@@ -261,7 +261,9 @@ def test_a_run_with_two_teachers(material: Path) -> None:
 def axes_by_doctor(directory: Path, *options: str) -> dict[str, str]:
     """Return the doctor's verdict on each side of the batch of step 1."""
     file = directory / "doctor.json"
-    assert doctor([str(directory), "--step", "1", "--json", str(file), *options]) == 0
+    assert (
+        doctor([str(directory), "--step", "1", "--limit", "16", "--json", str(file), *options]) == 0
+    )
     return {side["side"]: side["axis"] for side in json.loads(file.read_text())["sides"]}
 
 
