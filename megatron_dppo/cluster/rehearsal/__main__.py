@@ -356,9 +356,7 @@ class Rehearsal:
         Paths of files that are not on this machine are replaced, so that every other fault is found. Raises
         ConfigError.
         """
-        folder = self.directory / "check"
-        write_tokenizer(folder, tokenizer_source)
-        (folder / "config.json").write_text(json.dumps(dict(known_model.values)), encoding="utf-8")
+        folder = _write_folder(self.directory / "check", known_model, tokenizer_source)
         absent_keys = {absence.key for absence in problems.absent}
         evaluation = dict(config.data.evaluation)
         for name in evaluation:
@@ -377,7 +375,7 @@ class Rehearsal:
         checkable_config = config.model_copy(
             update={
                 "distillation": distillation.model_copy(update={"teachers": teachers}),
-                "model": config.model.model_copy(update={"hf_checkpoint": str(folder)}),
+                "model": config.model.model_copy(update={"hf_checkpoint": folder}),
                 "data": config.data.model_copy(update=data),
             }
         )
@@ -404,9 +402,7 @@ class Rehearsal:
         except ModelError:
             return teacher.hf_checkpoint
         folder = self.directory / "check" / Path(teacher.hf_checkpoint).name
-        write_tokenizer(folder, tokenizer_source)
-        (folder / "config.json").write_text(json.dumps(dict(known_model.values)), encoding="utf-8")
-        return str(folder)
+        return _write_folder(folder, known_model, tokenizer_source)
 
     def _inputs(
         self, config: TrainConfig, model: Path, problems: Problems, *, has_own_tokenizer: bool
@@ -606,6 +602,13 @@ class Rehearsal:
         }
         text = json.dumps(result, indent=2) + "\n"
         (self.directory / RESULT).write_text(text, encoding="utf-8")
+
+
+def _write_folder(folder: Path, known_model: KnownModel, tokenizer_source: str | None) -> str:
+    """Write a model's config.json and a tokenizer into ``folder``, and return the folder."""
+    write_tokenizer(folder, tokenizer_source)
+    (folder / "config.json").write_text(json.dumps(dict(known_model.values)), encoding="utf-8")
+    return str(folder)
 
 
 def _mib(sample: UsageSample | None) -> dict[str, float | bool] | None:
