@@ -73,9 +73,7 @@ def serving_config(config: TrainConfig, name: str, shape: ModelShape) -> TrainCo
 
 def longest_prompt(config: TrainConfig, teacher: TeacherConfig) -> int:
     """Return the length of a teacher's longest prompt, in tokens."""
-    if teacher.prompt_template is None or teacher.max_prompt_tokens is None:
-        return config.data.max_prompt_tokens
-    return teacher.max_prompt_tokens
+    return teacher.max_prompt_tokens or config.data.max_prompt_tokens
 
 
 def distillation_faults(config: TrainConfig) -> layout.Faults:

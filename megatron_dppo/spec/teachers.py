@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from megatron_dppo.config.distillation import longest_prompt, serving_config
+from megatron_dppo.config.distillation import serving_config
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.families import load_model_shape, missing_engine_keys
 from megatron_dppo.model.shape import ModelShape
@@ -46,12 +46,10 @@ class TeacherSpec:
 
         ``rollout``: the batches that the teacher scores. ``device``: as in ``ServersSpec.of``.
         """
-        teacher = config.distillation.teachers[name]
-        shape = shape_of(teacher.hf_checkpoint)
+        folder = config.distillation.teachers[name].hf_checkpoint
+        shape = shape_of(folder)
         serving = serving_config(config, name, shape)
-        engine_keys = {}
-        if Path(teacher.hf_checkpoint).exists():
-            engine_keys = dict(missing_engine_keys(teacher.hf_checkpoint))
+        engine_keys = missing_engine_keys(folder) if Path(folder).exists() else {}
         model = ModelSpec.of(serving, shape, engine_keys)
-        longest = longest_prompt(config, teacher) + rollout.longest_response
+        longest = serving.data.max_prompt_tokens + rollout.longest_response
         return cls(name, model, ServersSpec.of(serving, model, longest, device))
