@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.cluster.planner.devices import gib
 from megatron_dppo.cluster.preflight import (
     all_reduce,
     gpus,
@@ -145,4 +146,4 @@ def _gib(checks: Mapping[str, Evidence], check: str, key: str) -> str:
     value = checks.get(check, {}).get(key)
     if value is None:
         return "-"
-    return f"{value / 2**30:.1f} GiB"
+    return gib(value)

@@ -21,6 +21,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from megatron_dppo.cluster.planner.devices import GIB, MIB, gib
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.machine_checks import LEAST_OPEN_FILES
 from megatron_dppo.model.adapters import trained_elements
@@ -282,9 +283,9 @@ def _amount(value: int, unit: str) -> str:
     """Format a number with its unit; bytes as GiB or MiB, whichever is more readable."""
     if unit != "GiB":
         return f"{value} {unit}"
-    if value >= 2**30:
-        return f"{value / 2**30:.1f} GiB"
-    return f"{value / 2**20:.0f} MiB"
+    if value >= GIB:
+        return gib(value)
+    return f"{value / MIB:.0f} MiB"
 
 
 def outlier_findings(subject: str, values: Mapping[str, Any]) -> Iterator[Finding]:

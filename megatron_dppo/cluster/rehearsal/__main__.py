@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_dppo.cluster.known_models import KnownModel, read_model, read_or_guess_model
+from megatron_dppo.cluster.planner.devices import gib
 from megatron_dppo.cluster.planner.recipes import is_supervised
 from megatron_dppo.cluster.rehearsal import (
     RESULT,
@@ -465,7 +466,7 @@ class Rehearsal:
         minutes = (_STARTS_CPU_S + ranks * _RANK_CPU_S) / min(cores, ranks + 1) / 60
         say(
             f"  {ranks} ranks and {servers} of SGLang's servers on {cores} cores take about {minutes:.0f} minutes if "
-            f"nothing else runs, and {needed_bytes / 2**30:.1f} GiB of memory; {free_bytes / 2**30:.1f} GiB are free"
+            f"nothing else runs, and {gib(needed_bytes)} of memory; {gib(free_bytes)} are free"
         )
         if needed_bytes > free_bytes:
             say("  warning: that may be too little memory; --ranks rehearses a smaller layout")
