@@ -11,7 +11,6 @@ import argparse
 import functools
 import importlib.metadata
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, get_type_hints
@@ -20,6 +19,7 @@ from megatron_dppo.config.errors import closest, given
 from megatron_dppo.config.forwarded import SGLANG, LibraryFields, LibraryMissingError
 from megatron_dppo.engine.options import flag_of
 from megatron_dppo.model.engine_layout import current_names
+from megatron_dppo.system.programs import ProgramError, output_of
 
 _PLAIN_PARSERS = (None, str, int, float)
 """Types of a flag that accept only text of the field's own type."""
@@ -117,20 +117,10 @@ def table_faults_elsewhere(table: Mapping[str, Any], python: str) -> list[str]:
     """
     command = [python, "-W", "ignore", "-m", "megatron_dppo.engine.server_arguments"]
     try:
-        process = subprocess.run(
-            command,
-            input=json.dumps(table),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_PATIENCE_S,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        output = output_of(command, _PATIENCE_S, content=json.dumps(table))
+    except ProgramError as error:
         raise LibraryMissingError(f"{python}: {error}", name="sglang") from error
-    except subprocess.CalledProcessError as error:
-        last_line = (error.stderr.strip() or "no message").splitlines()[-1]
-        raise LibraryMissingError(f"{python} says: {last_line}", name="sglang") from error
-    return [str(fault) for fault in json.loads(process.stdout.splitlines()[-1])]
+    return [str(fault) for fault in json.loads(output.splitlines()[-1])]
 
 
 if __name__ == "__main__":

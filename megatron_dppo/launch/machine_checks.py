@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 from collections.abc import Iterator, Sequence
 from math import ceil
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron_dppo.spec import Roles
 from megatron_dppo.system.files import folder_fault
 from megatron_dppo.system.interfaces import InterfaceError, interface_address
 from megatron_dppo.system.network import resolve
+from megatron_dppo.system.programs import ProgramError, output_of
 
 LEAST_OPEN_FILES = 128
 """Files and sockets that a process of a small run has open at the same time, plus a reserve."""
@@ -113,16 +113,9 @@ def _python_faults(python: str | None, packages: Sequence[str]) -> Iterator[str]
     if python is None:
         return
     try:
-        probe = subprocess.run(
-            [python, "-c", _MISSING_PACKAGES_PROGRAM, *packages],
-            capture_output=True,
-            text=True,
-            timeout=_PYTHON_TIMEOUT_S,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        missing_packages = json.loads(probe.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired):
+        command = [python, "-c", _MISSING_PACKAGES_PROGRAM, *packages]
+        missing_packages = json.loads(output_of(command, _PYTHON_TIMEOUT_S))
+    except (ProgramError, ValueError):
         yield f"engine.python: got {python!r}, expected a Python interpreter"
         return
     if missing_packages:

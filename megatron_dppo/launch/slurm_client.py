@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
+import shutil
 
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.programs import ProgramError, output_of
 
 _TIMEOUT_S = 30.0
 CLIENT_VARIABLES = (
@@ -24,17 +25,9 @@ class SlurmError(RunError):
 
 def slurm(*command: str) -> str:
     """Run a client program of Slurm and return its standard output. Raises SlurmError."""
+    if shutil.which(command[0]) is None:
+        raise SlurmError(f"{command[0]} is not on the path: this is no machine of a Slurm cluster")
     try:
-        completed = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
-        )
-    except FileNotFoundError as error:
-        raise SlurmError(
-            f"{command[0]} is not on the path: this is no machine of a Slurm cluster"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{' '.join(command)}: no answer within {_TIMEOUT_S:.0f} s") from error
-    if completed.returncode:
-        message = completed.stderr.strip() or completed.stdout.strip()
-        raise SlurmError(f"{' '.join(command)}: {message}")
-    return completed.stdout
+        return output_of(command, _TIMEOUT_S)
+    except ProgramError as error:
+        raise SlurmError(f"{' '.join(command)}: {error.output or error}") from error

@@ -23,7 +23,7 @@ from megatron_dppo.launch import node_ranks
 from megatron_dppo.launch.host_ranks import HostRanks
 from megatron_dppo.launch.placement import Host, Placement
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.slurm_client import CLIENT_VARIABLES
+from megatron_dppo.launch.slurm_client import CLIENT_VARIABLES, slurm
 from megatron_dppo.launch.supervisor import RankFailure, failed_at, first_failure, keep_previous
 from megatron_dppo.system import processes
 from megatron_dppo.system.lease import FencedError
@@ -217,7 +217,6 @@ _FIRST_SPECIAL_STEP = 2**32 - 16
 """From here on, step ids stand for the batch script, the job's extern step and an interactive shell."""
 _FIRST_PORT = 21_000
 _PORT_COUNT = 9_000
-_HOSTNAMES_TIMEOUT_S = 30
 
 
 def adopt_slurm_rank(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -250,12 +249,8 @@ def port_base(job: str) -> int:
 
 
 def hostnames(nodes: str) -> list[str]:
-    """Return the names in Slurm's short form of a list, ``n[1-3]``, in order."""
-    command = ["scontrol", "show", "hostnames", nodes]
-    completed = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=_HOSTNAMES_TIMEOUT_S
-    )
-    return completed.stdout.split()
+    """Return the names in Slurm's short form of a list, ``n[1-3]``, in order. Raises SlurmError."""
+    return slurm("scontrol", "show", "hostnames", nodes).split()
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -97,6 +97,7 @@ The errors below are outside of the tree, because they do not end a run:
     RowError                a record of a published data set is left out, and counted
     UnansweredError         a problem has no answer: it is left out and counted, or a fault of its data set
     WorkerLostError         becomes a VerifierError, a score, a ParserLostError, or a fault of an environment
+    ProgramError            a caller says which program failed
     LackingError            a part of the GPU check is skipped; the result names it
     OverwrittenLogitsError  a fault in the code: it keeps its traceback
     ParkedError             a fault in the code

@@ -10,10 +10,11 @@ import ctypes
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
+
+from megatron_dppo.system.programs import ProgramError, output_of
 
 USUAL_HOME = Path("/usr/local/cuda")
 TORCH_LAYERS_VARIABLE = "MEGATRON_DPPO_TORCH_LAYERS"
@@ -61,16 +62,10 @@ def toolkit_home(environment: Mapping[str, str]) -> Path | None:
 def toolkit_version(home: Path) -> str | None:
     """Return the version of the toolkit's ``nvcc``, for example ``13.0``; None if ``nvcc`` does not run."""
     try:
-        done = subprocess.run(
-            [str(home / "bin" / "nvcc"), "--version"],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        output = output_of([str(home / "bin" / "nvcc"), "--version"], _TIMEOUT_S)
+    except ProgramError:
         return None
-    release = re.search(r"release (\d+\.\d+)", done.stdout)
+    release = re.search(r"release (\d+\.\d+)", output)
     return release and release.group(1)
 
 
@@ -155,17 +150,12 @@ def preload_fault(cuda_major: str) -> str | None:
     environment = dict(os.environ)
     offer_runtime(environment)
     program = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
-    completed = subprocess.run(
-        [sys.executable, "-c", program, str(libraries[0])],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    if completed.returncode == 0:
-        return None
-    return completed.stderr.strip().splitlines()[-1]
+    command = [sys.executable, "-c", program, str(libraries[0])]
+    try:
+        output_of(command, _TIMEOUT_S, environment=environment)
+    except ProgramError as error:
+        return str(error)
+    return None
 
 
 def _wheel_folders(name: str) -> Iterator[Path]:

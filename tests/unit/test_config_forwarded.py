@@ -242,7 +242,7 @@ def test_the_servers_own_interpreter_is_asked(problems, tmp_path):
     assert (tmp_path / "asked").exists()
     python.write_text("#!/bin/sh\necho No module named megatron_dppo >&2\nexit 1\n")
     (found,) = problems("sglang.load_format=dummy", f"engine.python={python}")
-    assert found == f"sglang: can't be checked: {python} says: No module named megatron_dppo"
+    assert found == f"sglang: can't be checked: {python}: No module named megatron_dppo"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from megatron_dppo.cluster.preflight.evidence import (
     outlier_findings,
 )
 from megatron_dppo.system import gpus as machine_gpus
+from megatron_dppo.system.programs import ProgramError, output_of
 
 _FIELDS = {
     "name": "name",
@@ -48,15 +48,9 @@ def _query(program: str) -> str:
     query = f"--query-gpu={','.join(_FIELDS.values())}"
     command = [program, query, "--format=csv,noheader,nounits"]
     try:
-        completed = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SMI_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise CheckError(f"nvidia-smi does not answer within {_SMI_S:.0f} s") from error
-    if completed.returncode:
-        output = (completed.stdout + completed.stderr).strip()
-        raise CheckError(f"nvidia-smi exits with code {completed.returncode}: {output[-300:]}")
-    return completed.stdout
+        return output_of(command, _SMI_S)
+    except ProgramError as error:
+        raise CheckError(f"nvidia-smi: {error}") from error
 
 
 def parse(table: str) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from megatron_dppo.cluster.preflight.evidence import (
     too_little,
 )
 from megatron_dppo.system.ports import PortTakenError, free_port, require_free_port
+from megatron_dppo.system.programs import ProgramError, output_of
 from megatron_dppo.system.toolkit import toolkit_home
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -173,21 +173,10 @@ def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     if (home := toolkit_home(environment)) is not None:
         environment["CUDA_HOME"] = str(home)
     try:
-        completed = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise CheckError(f"{python} does not answer within {_TIMEOUT_S:.0f} s") from error
-    if completed.returncode:
-        lines = completed.stderr.strip().splitlines()
-        reason = lines[-1] if lines else f"exit code {completed.returncode}"
-        raise CheckError(f"{python} fails: {reason}")
-    return {"python": python, **json.loads(completed.stdout)}
+        output = output_of(command, _TIMEOUT_S, environment=environment)
+    except ProgramError as error:
+        raise CheckError(f"{python}: {error}") from error
+    return {"python": python, **json.loads(output)}
 
 
 def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:

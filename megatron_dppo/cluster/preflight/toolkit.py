@@ -20,6 +20,7 @@ from megatron_dppo.launch.start_checks import StartCheck
 from megatron_dppo.spec import Roles
 from megatron_dppo.system import gpus
 from megatron_dppo.system import toolkit as cuda_toolkit
+from megatron_dppo.system.programs import ProgramError, output_of
 
 _COMPILE_S = 120.0
 
@@ -85,18 +86,9 @@ _PRELOAD = "import sys; from megatron_dppo.system import toolkit; print(toolkit.
 def _preload(python: str, cuda_major: str) -> str | None:
     """Return :func:`megatron_dppo.system.toolkit.preload_fault` of the servers' interpreter."""
     try:
-        completed = subprocess.run(
-            [python, "-c", _PRELOAD, cuda_major],
-            timeout=_COMPILE_S,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        return output_of([python, "-c", _PRELOAD, cuda_major], _COMPILE_S).strip() or None
+    except ProgramError as error:
         return str(error)
-    if completed.returncode:
-        return completed.stderr.strip().splitlines()[-1]
-    return completed.stdout.strip() or None
 
 
 def _compile(home: Path, environment: Mapping[str, str]) -> str | None:
