@@ -494,8 +494,8 @@ class WeightSyncConfig(Section):
     """``distributed``: over NCCL or gloo, to each engine rank only what it keeps. ``tensor``: memory that trainer and
     engines share on one host. ``disk``: a folder that the engines read.
     """
-    bucket_mib: int = Field(default=512, gt=0, le=2**20)
-    """MiB of weights in one message."""
+    bucket_mib: int | None = Field(default=None, gt=0, le=2**20)
+    """MiB of weights in one message, or in one bucket of whole tensors. Empty: 128 with ``distributed``, else 512."""
     network_gb_per_s: float | None = Field(default=None, gt=0)
     """Network bandwidth into a node, GB/s (1e9 bytes), from which ``weights/bound_s`` is computed."""
     changes_only: bool = False
@@ -518,6 +518,14 @@ class WeightSyncConfig(Section):
     """
     timeout_s: float = Field(default=600.0, gt=0)
     """Longest time of one request to an engine: to receive all weights (``tensor``: a bucket), to hash, to be idle."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """``bucket_mib`` in bytes, with its default filled in."""
+        mib = self.bucket_mib
+        if mib is None:
+            mib = 128 if self.strategy == "distributed" else 512
+        return int(mib * 2**20)
 
 
 class EvaluationConfig(Section):

@@ -11,8 +11,6 @@ from megatron_dppo.weight_sync.phases import Phases
 from megatron_dppo.weight_sync.sent_weights import SentWeights
 from megatron_dppo.weight_sync.source import WeightSource
 
-_MIB = 1 << 20
-
 
 class Streamed(NamedTuple):
     """What one rank did in a stream of weights.
@@ -48,7 +46,7 @@ class Strategy:
 
     def __init__(self, source: WeightSource, config: WeightSyncConfig) -> None:
         self.config = config
-        self.bucket_bytes = int(config.bucket_mib * _MIB)
+        self.bucket_bytes = config.bucket_bytes
         self.rank = source.rank
         self.engines: Engines | None = None
         self.sent_weights = SentWeights() if config.changes_only else None

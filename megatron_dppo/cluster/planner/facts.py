@@ -399,7 +399,7 @@ class RunFacts:
     @property
     def bucket_bytes(self) -> int:
         """Bytes of a bucket of a weight update."""
-        return self.config.weight_sync.bucket_mib * 2**20
+        return self.config.weight_sync.bucket_bytes
 
     @property
     def not_counted(self) -> list[str]:
