@@ -39,6 +39,8 @@ from megatron_dppo.model.mapping import Segment
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.model.shard_plan import Message, ShardPlan, Slice, shard_plan
 
+_CONNECT_S = 30.0
+"""Seconds in which a rank must reach the rendezvous. A busy host takes longer than the limit of a trainer's calls."""
 WHOLE = -1
 """Sent in place of the number of changes of a message that is sent whole."""
 Blocks = Mapping[Segment, Sequence[tuple[Tensor, bool]]]
@@ -294,7 +296,7 @@ class IncomingShards:
                 f"{instruction.fingerprint}: expected one version of megatron_dppo and one model on both sides"
             )
         device = next(iter(blocks.values()))[0][0].device
-        store = connect_store(instruction.address, instruction.port)
+        store = connect_store(instruction.address, instruction.port, _CONNECT_S)
         link = Link(self._group, store, self._limit, device)
         placements = {} if placements is None else placements
         if any(earlier_plan != fingerprint for earlier_plan, _ in placements):

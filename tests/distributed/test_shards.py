@@ -132,7 +132,7 @@ def transfer(
     group = dist.new_group(group_ranks, backend="gloo")
     ALL_TRAINERS[:] = [dist.new_group(list(plan.members), backend="gloo")]
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = connect_store(address, port)
+    store = connect_store(address, port, LIMIT.total_seconds())
     if rank in plan.members:
         shards = Shards(shape, facts, device, rank)
         values = trainer_values(shape, facts.layout, rank, whole)

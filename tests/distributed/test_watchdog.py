@@ -74,8 +74,6 @@ def test_a_look_imports_nothing_beside_the_main_thread() -> None:
 def aborted_update_worker() -> list[list[str]]:
     """Return the operations that the watchdog counts while an engine that joined a weight update hangs, and after the
     update is aborted. torch keeps the broadcast in its recorder for half a minute more."""
-    import torch
-
     from megatron_dppo.weight_sync.weight_group import WeightGroup
 
     init_distributed(1)
@@ -92,7 +90,7 @@ def aborted_update_worker() -> list[list[str]]:
     engine.start()
     group.wait(group.joined)
     # More bytes than the sockets' buffers hold.
-    group.broadcast(torch.zeros(1 << 24, dtype=torch.uint8))
+    group.connect(1 << 24)
     while not (during := [each.name for each in watchdog.pending_collectives(callers=False)]):
         time.sleep(0.01)
     group.abort()
