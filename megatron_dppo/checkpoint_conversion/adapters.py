@@ -31,6 +31,7 @@ from megatron_dppo.model.adapters import (
 )
 from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.json_file import read_json
 from megatron_dppo.model.mapping import carried_names, hf_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
@@ -230,12 +231,12 @@ def peft_config(adapters: Adapters, base: str) -> dict[str, Any]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / PEFT_CONFIG
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        # Every file has these entries; a missing one is a KeyError.
-        _ = config["r"], config["lora_alpha"], config["target_modules"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a readable adapter_config.json ({error!r})") from error
+    expected = "PEFT's configuration of adapters"
+    config = read_json(path, expected)
+    # Every file has these entries.
+    entries = {"r", "lora_alpha", "target_modules"}
+    if not isinstance(config, dict) or not entries <= config.keys():
+        raise CheckpointError(f"{path}: expected {expected} with {', '.join(sorted(entries))}")
     return config
 
 
@@ -534,12 +535,11 @@ def _merged_rows(
 
 def _recorded_model(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
-    try:
-        model: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["model"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: not the manifest of a training checkpoint ({error!r})"
-        ) from error
+    expected = "the manifest of a training checkpoint"
+    manifest = read_json(path, expected)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("model"), dict):
+        raise CheckpointError(f"{path}: expected {expected}")
+    model: dict[str, Any] = manifest["model"]
     if "lora.rank" not in model:
         raise CheckpointError(f"{folder}: holds no adapters: the whole model was trained")
     if model["lora.train_router"]:

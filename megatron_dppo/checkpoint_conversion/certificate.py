@@ -16,6 +16,7 @@ import torch
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorStore, byte_view, row_blocks
 from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import FAMILIES
+from megatron_dppo.model.json_file import read_json
 from megatron_dppo.model.mapping import carried_names, hf_tensors
 from megatron_dppo.model.shape import ModelShape, shape_of_json
 from megatron_dppo.system.files import Closing, sha256_of
@@ -181,16 +182,11 @@ def source_certificate(hf_dir: str | Path) -> Certificate | None:
 
 def read_body(path: Path) -> dict[str, Any]:
     """Read ``conversion.json`` of any form. Raises CheckpointError if it is missing, altered or of another version."""
-    try:
-        body = json.loads(path.read_text())
-        digest = body.pop("sha256")
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path}: no such file; the folder is not a finished conversion"
-        ) from None
-    # ``pop`` raises TypeError for a list, and AttributeError for a number.
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a readable certificate ({error!r})") from error
+    expected = "the certificate of a finished conversion"
+    body = read_json(path, expected)
+    if not isinstance(body, dict) or "sha256" not in body:
+        raise CheckpointError(f"{path}: expected {expected}")
+    digest = body.pop("sha256")
     if body.get("version") != VERSION:
         raise CheckpointError(f"{path}: version {body.get('version')!r}, expected {VERSION}")
     if _digest(body) != digest:

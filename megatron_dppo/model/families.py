@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 from megatron_dppo.model.config_facts import MOST_LAYERS, ConfigFacts, Entries
 from megatron_dppo.model.errors import ModelConfigError, UnsupportedModelError
+from megatron_dppo.model.json_file import read_json
 from megatron_dppo.model.rows import (
     EMBEDDING,
     FINAL_NORM,
@@ -290,7 +290,7 @@ def missing_engine_keys(hf_dir: str | Path) -> dict[str, Any]:
 def packed_experts(hf_dir: Path) -> tuple[PackedExperts, ...]:
     """Return the packed tensors of a folder's family; none without a config.json of a known family."""
     try:
-        values = _read_json(hf_dir / "config.json")
+        values = read_json(hf_dir / "config.json", _CONFIG, ModelConfigError)
     except ModelConfigError:
         return ()
     if not isinstance(values, dict):
@@ -305,7 +305,7 @@ def _read(hf_dir: str | Path) -> tuple[ConfigFacts, ModelShape]:
     path = Path(hf_dir)
     if path.is_dir():
         path = path / "config.json"
-    values = _read_json(path)
+    values = read_json(path, _CONFIG, ModelConfigError)
     model_type = None
     if isinstance(values, dict):
         model_type = values.get("model_type")
@@ -400,18 +400,7 @@ def _refuse_quantization(facts: ConfigFacts, *, reads_quantized: bool) -> None:
     )
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelConfigError(
-            f"{path}: no such file; expected a Hugging Face config.json"
-        ) from None
-    # json raises ValueError also for an integer of more digits than Python converts.
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelConfigError(f"{path}: not a readable JSON file ({error})") from error
-
-
+_CONFIG = "a Hugging Face config.json"
 _MOST_EXPERTS = 4096
 """A limit of a plausible model, as MOST_LAYERS is."""
 

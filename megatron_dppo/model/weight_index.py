@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.json_file import read_json
 
 INDEX = "model.safetensors.index.json"
 _LONGEST_NAME = 255
@@ -17,10 +17,7 @@ def read_weight_index(path: Path) -> dict[str, str]:
 
     All files are in the folder of the index, so a name with a folder is invalid.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged, expected {_FORM}: {error}") from error
+    content = read_json(path, _FORM)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path} is damaged, expected {_FORM}")

@@ -102,8 +102,8 @@ def set_newer_format(folder: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no manifest": (lambda f: (f / "manifest.json").unlink(), r"manifest.json: there is none"),
-    "cut manifest": (cut_manifest, r"manifest.json: damaged"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), r"manifest.json: no such file"),
+    "cut manifest": (cut_manifest, r"manifest.json: not a readable JSON file"),
     "edited manifest": (edit_manifest, r"manifest.json: altered"),
     "newer format": (set_newer_format, r"manifest.json: format is 9, this version reads 1"),
     "missing file": (lambda f: (f / "b").unlink(), r"step_000002/b: missing"),

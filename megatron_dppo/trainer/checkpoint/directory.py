@@ -29,6 +29,7 @@ from typing import Any
 
 from megatron_dppo.metrics.records import step_name
 from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.json_file import read_json
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import sha256_of, sync_to_disk, write_synced
 
@@ -215,12 +216,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a published folder. Raise DamagedCheckpointError if it is missing or altered."""
     path = folder / MANIFEST
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path}: there is none, so the save never ended") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DamagedCheckpointError(f"{path}: damaged: {error}") from None
+    content = read_json(path, "the manifest of a finished save", DamagedCheckpointError)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         given_format = content
         if isinstance(content, dict):
