@@ -26,11 +26,18 @@ from megatron_dppo.engine.shards import (
 from megatron_dppo.model.engine_layout import EngineLayout, engine_faults
 from megatron_dppo.model.families import FAMILIES, load_model_shape
 from megatron_dppo.model.layout import Layout, holding_faults
+from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.shard_plan import Message
 from megatron_dppo.tensor_hash import tiled_hash
 from megatron_dppo.weight_sync.shards import Shards
-from tests.distributed.test_shards import SHAPE, expected_of, trainer_values, whole_tensors
+from tests.distributed.test_shards import (
+    FP8_SHAPE,
+    SHAPE,
+    expected_of,
+    trainer_values,
+    whole_tensors,
+)
 from tests.tiny_models import save_tiny_model
 from tests.unit.test_direct_loading import DTYPE, held
 
@@ -59,10 +66,12 @@ class Update:
         spoil: Spoil = unspoiled,
         bucket_bytes: int = 20_000,
         device: str = "cpu",
+        *,
+        quantized: bool = False,
     ) -> None:
         whole = whole_tensors(shape)
-        facts = PlanFacts(layout, tuple(servers), bucket_bytes, "bfloat16", quantized=False)
-        tables = [EngineTensors(shape, server, device) for server in servers]
+        facts = PlanFacts(layout, tuple(servers), bucket_bytes, "bfloat16", quantized=quantized)
+        tables = [EngineTensors(shape, server, device, quantized=quantized) for server in servers]
         ranks = [(table, rank) for table in tables for rank in range(table.ranks)]
         self.tensors = [held(table, rank) for table, rank in ranks]
         places = []
@@ -131,9 +140,9 @@ def test_slices_that_are_no_whole_words() -> None:
     assert update.wrong() == set()
 
 
-def owners(message: Message, name: str, server: EngineLayout, shape: ModelShape) -> set[Any]:
+def owners(message: Message, name: str, table: EngineTensors) -> set[tuple[int, str]]:
     """Return (engine rank, engine tensor) of the tensors that the slices of ``name`` in a message fill."""
-    parts = EngineTensors(shape, server, "cpu").parts[name]
+    parts = table.parts[name]
     return {(part.rank, part.tensor) for part in parts if part.rank in message.column}
 
 
@@ -157,18 +166,19 @@ def test_a_planted_fault_is_named(tmp_path: Path, family: str, fault: str) -> No
     server = EngineLayout(1 if FAMILIES[family].most_engine_ranks == 1 else 2)
     plain = Update(shape, Layout(), [server])
     messages = plain.shards.messages
+    table = plain.shards.table
     victim = messages[len(messages) // 2]
     if fault == "places":
         victim = next(message for message in messages if twin_slices(message))
     named: set[Any] = set()
     if fault == "bit":
-        named = owners(victim, victim.slices[0].name, server, shape)
+        named = owners(victim, victim.slices[0].name, table)
     if fault in ("lost", "stale"):
         for part in victim.slices:
-            named |= owners(victim, part.name, server, shape)
+            named |= owners(victim, part.name, table)
     if fault == "places":
         for number in twin_slices(victim):
-            named |= owners(victim, victim.slices[number].name, server, shape)
+            named |= owners(victim, victim.slices[number].name, table)
 
     def spoil(message: Message, data: Tensor) -> Tensor | None:
         if message != victim:
@@ -190,6 +200,36 @@ def test_a_planted_fault_is_named(tmp_path: Path, family: str, fault: str) -> No
 
     wrong = Update(shape, Layout(), [server], spoil).wrong()
     assert wrong == named
+
+
+@pytest.mark.parametrize("suffix", ["weight", "weight" + SCALE_SUFFIX])
+def test_a_bit_of_block_fp8_that_differs_is_named(suffix: str) -> None:
+    """In each message a bit of the last slice of quantised values, or of scales, differs."""
+    server = EngineLayout(2)
+    plain = Update(FP8_SHAPE, Layout(), [server], bucket_bytes=100_000, quantized=True)
+    table = plain.shards.table
+    victims: dict[Message, int] = {}
+    """Message -> the number of its spoiled slice."""
+    for message in plain.shards.messages:
+        for number, part in enumerate(message.slices):
+            is_fp8 = is_quantized(part.name.removesuffix(SCALE_SUFFIX))
+            if is_fp8 and part.name.endswith(suffix):
+                victims[message] = number
+    named = set[tuple[int, str]]()
+    for message, number in victims.items():
+        named |= owners(message, message.slices[number].name, table)
+    assert {rank for rank, _ in named} == {0, 1}
+    assert len(named) < sum(len(sizes) for sizes in table.sizes)
+
+    def spoil(message: Message, data: Tensor) -> Tensor:
+        spoiled = data.clone()
+        if message in victims:
+            slices = message.slices[: victims[message]]
+            spoiled[sum(part.bytes for part in slices)] ^= 1
+        return spoiled
+
+    update = Update(FP8_SHAPE, Layout(), [server], spoil, 100_000, quantized=True)
+    assert update.wrong() == named
 
 
 def test_a_tensor_that_no_rank_sent_is_named() -> None:
