@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import logging
 import math
 import os
 import re
@@ -37,8 +36,6 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.weight_index import INDEX, read_weight_index
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import Closing, sync_folder, sync_to_disk
-
-log = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 DEFAULT_SHARD_BYTES = 5 * 10**9

@@ -5,7 +5,6 @@ The metrics come from one row for each generated group.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -19,8 +18,6 @@ from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts
 from megatron_dppo.loop.group_quota import Selection
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.system.errors import RunError
-
-log = logging.getLogger(__name__)
 
 STALE_ANCHOR = (
     "algorithm.name: %s anchors on log-probabilities that the trainer recomputes. With rollout.max_staleness above 0, "

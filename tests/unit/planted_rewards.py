@@ -247,13 +247,6 @@ def unlucky(response: str) -> RewardResult:
     return RewardResult(float(len(response)), {"length": len(response)})
 
 
-def flaky(response: str) -> float:
-    """Unavailable at every call for a fifth of the responses, and 1 for the others."""
-    if zlib.crc32(response.encode()) % 5 == 0:
-        raise RewardUnavailableError("away for a fifth of the responses")
-    return 1.0
-
-
 def away_for_two(response: str, answer: str) -> float:
     if answer == "2":
         raise ConnectionRefusedError("nobody listens")

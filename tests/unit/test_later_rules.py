@@ -22,7 +22,6 @@ from tests.unit.test_token_loss import K, V, packed, samples
 from tests.unit.token_inputs import inputs
 
 F64 = torch.float64
-ONE_RESPONSE = {"sequence_ids": torch.zeros(100, dtype=torch.int64)}
 
 
 def trains(name, x, **options):
