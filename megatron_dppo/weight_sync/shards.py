@@ -122,7 +122,11 @@ class Shards:
         self.facts = facts
         self.messages = [message for message in self.plan.messages if message.sender == rank]
         self.dtype: torch.dtype = getattr(torch, facts.dtype)
-        self._buffers: list[Tensor | None] = [None, None]
+        self._largest = max((message.bytes for message in self.messages), default=0)
+        self._buffers: list[Tensor] = []
+        self._packed = 0
+        self._targets: dict[tuple[int, int], list[Tensor]] = {}
+        """The views of a buffer that a message's slices fill, by the numbers of the message and of the buffer."""
         self._tables: dict[EngineLayout, EngineTensors] = {}
         self._servers: list[tuple[EngineLayout, int]] = []
         """For each engine rank of the plan, its server's layout and its rank in the server."""
@@ -163,14 +167,17 @@ class Shards:
     def pack(self, message: Message, values: Values) -> Tensor:
         """Return the flat bytes of a message. The result stays valid until the second call after this one."""
         sources = [self._value_of(part, values) for part in message.slices]
-        self._buffers.reverse()
-        buffer = self._buffers[0]
-        if buffer is None or buffer.numel() < message.bytes:
-            buffer = torch.empty(message.bytes, dtype=torch.uint8, device=sources[0].device)
-            self._buffers[0] = buffer
-        data = buffer[: message.bytes]
-        targets = [target for _, target in slices_in(message, data, self.dtype_of)]
-        torch._foreach_copy_(targets, sources)
+        if not self._buffers:
+            device = sources[0].device
+            for _ in range(2):
+                self._buffers.append(torch.empty(self._largest, dtype=torch.uint8, device=device))
+        number = self._packed % 2
+        self._packed += 1
+        data = self._buffers[number][: message.bytes]
+        key = (id(message), number)
+        if key not in self._targets:
+            self._targets[key] = [view for _, view in slices_in(message, data, self.dtype_of)]
+        torch._foreach_copy_(self._targets[key], sources)
         return data
 
     def _value_of(self, part: Slice, values: Values) -> Tensor:
