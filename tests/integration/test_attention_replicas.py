@@ -11,23 +11,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
 from megatron_dppo.engine.server_state import state_of
-from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import load_model_shape
 from tests.integration.test_weight_sync import INTERRUPTED, interrupt_update, nudge
 from tests.integration.weight_server import (
-    ADMIN_KEY,
-    KEY,
     PROMPT,
     RUNNER,
     Generation,
     RunningServer,
     Source,
+    generated,
     read,
     reference_log_probs,
+    router_choices,
     serve,
     updater,
 )
@@ -149,23 +147,12 @@ def test_every_replica_records_the_routing_of_its_requests(server: RunningServer
     for number in range(9):
         prompt = tuple(generator.integers(3, 500, size=3 + 4 * number).tolist())
         requests.append(GenerationRequest(number, prompt, sampling, {"routed_experts": shape}))
-    results = RUNNER.run(_generate(server, requests))
+    results = generated(server, requests)
     model = AutoModelForCausalLM.from_pretrained(server.folder, dtype=torch.float32)
     for request in requests:
         result = results[request.key]
-        tokens = torch.tensor([result.token_ids.tolist()])
-        with torch.no_grad():
-            routers = model(tokens, output_router_logits=True).router_logits
-        expected = torch.stack([r[:-1].topk(2).indices for r in routers], dim=1)
-        np.testing.assert_array_equal(result.columns["routed_experts"], expected.numpy())
-
-
-async def _generate(server: RunningServer, requests: list[GenerationRequest]) -> Results:
-    client = EngineClient(server.process.url, KEY, ADMIN_KEY)
-    try:
-        return await generate_many(client, requests, GenerationLimits(concurrency=16))
-    finally:
-        await client.close()
+        expected = router_choices(model, result.token_ids)
+        np.testing.assert_array_equal(result.columns["routed_experts"], expected)
 
 
 def test_all_replicas_flush_pause_and_park(server: RunningServer, trained: Path) -> None:

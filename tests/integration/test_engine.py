@@ -64,6 +64,7 @@ from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.ports import free_port
 from megatron_dppo.system.scratch import SHARED_MEMORY
 from tests.integration.shared_launcher import shared_runtime
+from tests.integration.weight_server import router_choices
 from tests.patience import UNBOUNDED_S, Patience, family_of, wait_healthy
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
@@ -342,10 +343,7 @@ def test_routed_experts_agree_with_transformers(runner, client, reference, model
         routed = result.columns["routed_experts"]
         assert routed.shape == (len(tokens) - 1, 2, 2)
         assert routed.dtype == np.uint8
-        with torch.no_grad():
-            routers = reference(torch.tensor([tokens]), output_router_logits=True).router_logits
-        expected = torch.stack([r[:-1].topk(2).indices for r in routers], dim=1)
-        np.testing.assert_array_equal(routed, expected.numpy())
+        np.testing.assert_array_equal(routed, router_choices(reference, tokens))
 
 
 @pytest.fixture(scope="module")
@@ -437,7 +435,7 @@ def test_every_token_of_an_interrupted_response_is_of_the_version_that_its_span_
         usable = usable_rows(result.loss_mask, result.columns)
         begin = len(request.prompt_ids) - 1
         assert usable[begin:].tolist() == (versions == 2).tolist()
-        expected = router_choices(reference, result)
+        expected = router_choices(reference, result.token_ids)
         np.testing.assert_array_equal(result.columns["routed_experts"][usable], expected[usable])
 
 
@@ -463,14 +461,6 @@ def check_versions(request: GenerationRequest, result: Trajectory, models: list)
         wrong = np.roll(versions, shift)
         changed = wrong != versions
         assert gap(result, by_version, wrong)[changed].max() > 1e-2
-
-
-def router_choices(model, result: Trajectory) -> np.ndarray:
-    """Return the choices of transformers' routers for all tokens except the last."""
-    tokens = torch.from_numpy(result.token_ids.astype(np.int64))[None]
-    with torch.no_grad():
-        routers = model(tokens, output_router_logits=True).router_logits
-    return torch.stack([r[:-1].topk(2).indices for r in routers], dim=1).numpy()
 
 
 def decode(token_ids, *, special: bool = True) -> str:
@@ -546,7 +536,7 @@ def test_an_aborted_response_goes_on_under_the_new_weights(
         assert result.text == decode(result.response_ids, special=False)
         check_versions(request, result, models)
         versions, begin = result.columns["weight_version"], len(request.prompt_ids) - 1
-        choices_by_version = [router_choices(m, result)[begin:] for m in models]
+        choices_by_version = [router_choices(m, result.token_ids)[begin:] for m in models]
         of_version = np.stack(choices_by_version)[versions, np.arange(result.sampled)]
         rows = result.columns["routed_experts"][begin:]
         kept = versions != 2

@@ -14,21 +14,18 @@ from safetensors.torch import save_file
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
-from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.model.families import load_model_shape
 from tests.integration.runs import TrainingRun, records_of, summary_of, write_material
 from tests.integration.weight_server import (
-    ADMIN_KEY,
-    KEY,
-    RUNNER,
     RunningServer,
     Source,
     assert_serves,
+    generated,
     read,
+    router_choices,
     serve,
     updater,
 )
@@ -148,26 +145,15 @@ def test_recorded_routing_is_that_of_the_accepted_tokens(
         )
         for number in range(12)
     ]
-    results = RUNNER.run(_generate(server, requests))
+    results = generated(server, requests, concurrency=8)
     model = load(folder)
     steps = 0
     for request in requests:
         result = results[request.key]
-        tokens = torch.tensor([result.token_ids.tolist()])
-        with torch.no_grad():
-            routers = model(tokens, output_router_logits=True).router_logits
-        expected = torch.stack([r[:-1].topk(2).indices for r in routers], dim=1)
-        np.testing.assert_array_equal(result.columns["routed_experts"], expected.numpy())
+        expected = router_choices(model, result.token_ids)
+        np.testing.assert_array_equal(result.columns["routed_experts"], expected)
         steps += result.verify_steps
     assert steps < len(requests) * 23
-
-
-async def _generate(server: RunningServer, requests: list[GenerationRequest]) -> Results:
-    client = EngineClient(server.process.url, KEY, ADMIN_KEY)
-    try:
-        return await generate_many(client, requests, GenerationLimits(concurrency=8))
-    finally:
-        await client.close()
 
 
 def test_an_update_reaches_a_server_that_drafts(

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
-from megatron_dppo.engine.client import HttpClient
+from megatron_dppo.engine.client import EngineClient, HttpClient
 from megatron_dppo.engine.options import free_server_port
 from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.engine.protocol import GenerationRequest
 from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.quantization import Rounding
@@ -278,3 +281,25 @@ class Generation(threading.Thread):
         self.join(120)
         assert self.info["finish_reason"]["type"] == "length"
         return [span["version"] for span in self.info["weight_versions"]]
+
+
+def generated(
+    server: RunningServer, requests: Sequence[GenerationRequest], concurrency: int = 16
+) -> Results:
+    """Return the responses of ``server`` to all ``requests``."""
+
+    async def generate() -> Results:
+        client = EngineClient(server.process.url, KEY, ADMIN_KEY)
+        try:
+            return await generate_many(client, list(requests), GenerationLimits(concurrency))
+        finally:
+            await client.close()
+
+    return RUNNER.run(generate())
+
+
+def router_choices(model: Any, token_ids: Sequence[int]) -> np.ndarray:
+    """Return the two experts that transformers' routers choose for each token except the last, by layer."""
+    with torch.no_grad():
+        routers = model(torch.tensor([list(token_ids)]), output_router_logits=True).router_logits
+    return torch.stack([r[:-1].topk(2).indices for r in routers], dim=1).numpy()
