@@ -7,6 +7,7 @@ key in the group's rendezvous: once any trainer rank has called the update off, 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.weight_groups import CALLED_OFF
+from megatron_dppo.engine.weight_groups import CALLED_OFF, rendezvous_client, rendezvous_fault
 
 T = TypeVar("T")
 
@@ -50,10 +51,22 @@ def raising_connection_broken() -> Iterator[None]:
 
 
 def connect_store(address: str, port: int, limit_s: float = _CONNECT_S) -> dist.TCPStore:
-    """Connect to a group's rendezvous. Raises ConnectionBrokenError if nothing listens there."""
-    limit = timedelta(seconds=limit_s)
-    with raising_connection_broken():
-        return dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
+    """Connect to a group's rendezvous within ``limit_s``. Raises ConnectionBrokenError, at once if nothing listens."""
+    ends_at = time.monotonic() + limit_s
+    while True:
+        fault = rendezvous_fault(address, port)
+        if fault is not None:
+            raise ConnectionBrokenError(fault)
+        try:
+            # Use short attempts: within its limit, torch tries again where nothing listens.
+            with raising_connection_broken():
+                store = rendezvous_client(address, port)
+        except ConnectionBrokenError:
+            if time.monotonic() > ends_at:
+                raise
+            continue
+        store.set_timeout(timedelta(seconds=limit_s))
+        return store
 
 
 def in_background(call: Callable[[], T]) -> Future[T]:

@@ -140,7 +140,7 @@ def join(
     limit = limit_of(group_name)
     # Rank 0 of a group makes the rendezvous itself. For every other rank the rendezvous must exist already.
     if limit is not None and rank_offset > 0:
-        fault = _rendezvous_fault(master_address, master_port)
+        fault = rendezvous_fault(master_address, master_port)
         if fault is not None:
             return False, fault
     with errors_abort_the_group(backend), default_limit(limit):
@@ -221,11 +221,11 @@ class GroupWatch:
 
     def _is_called_off(self) -> bool:
         # Do not use the group's own connection: it may be inside a call.
-        self._store = self._store or _client(self._address, self._port)
+        self._store = self._store or rendezvous_client(self._address, self._port)
         return bool(self._store.check([CALLED_OFF]))
 
 
-def _rendezvous_fault(address: str, port: int) -> str | None:
+def rendezvous_fault(address: str, port: int) -> str | None:
     """Return why a group's rendezvous cannot be reached, or None.
 
     The trainer opens the rendezvous before the trainer calls this server.
@@ -239,7 +239,8 @@ def _rendezvous_fault(address: str, port: int) -> str | None:
     return None
 
 
-def _client(address: str, port: int) -> TCPStore:
+def rendezvous_client(address: str, port: int) -> TCPStore:
+    """Connect to a group's rendezvous. Raises RuntimeError."""
     from torch.distributed import TCPStore
 
     limit = timedelta(seconds=_CONNECT_S)

@@ -253,12 +253,14 @@ def send(
     start_folder: str,
     version: int,
     dies: bool = False,
-    dies_at: tuple[int, str] | None = None,
+    dies_at: tuple[int, str, int] | None = None,
     **parallel: int,
 ) -> dict[str, Any]:
-    """Send ``folder`` from two ranks. ``dies_at``: a rank that is killed, and the phase of the update."""
+    """Send ``folder`` from two ranks. ``dies_at``: a rank that is killed, the phase of the update, and which of the
+    rank's calls in this phase."""
     if dies_at is not None and int(os.environ["RANK"]) == dies_at[0]:
-        os.environ[failpoints.VARIABLE] = f"update/{dies_at[1]},kill,1"
+        _, phase, call = dies_at
+        os.environ[failpoints.VARIABLE] = f"update/{phase},kill,{call}"
     trainer = Trainer(policy_config(folder, world_size=2, **parallel))
     config = with_small_messages(WeightSyncConfig())
 
@@ -316,14 +318,27 @@ def test_a_dead_sender_leaves_the_engines_free_for_new_ranks(
     assert_takes_update(server, trained, 41, patience)
 
 
-DEATHS = [(0, "begin"), (0, "end"), (0, "verify"), (1, "gather"), (1, "hash")]
-"""Ranks, and the phases in which they die."""
+DEATHS = [
+    (0, "begin", 1),
+    (0, "gather", 1),
+    (0, "transfer", 2),
+    (0, "arrive", 1),
+    (0, "end", 1),
+    (0, "verify", 1),
+    (0, "commit", 1),
+    (1, "begin", 1),
+    (1, "begin", 2),
+    (1, "gather", 1),
+    (1, "hash", 1),
+    (1, "arrive", 1),
+]
+"""Ranks, the phases in which they die, and in which call. In its second call of ``begin``, a rank joins the group."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "phase"), DEATHS)
+@pytest.mark.parametrize(("rank", "phase", "call"), DEATHS)
 def test_a_rank_that_dies_in_any_phase_leaves_the_engines_free(
-    server: RunningServer, trained: Path, rank: int, phase: str
+    server: RunningServer, trained: Path, rank: int, phase: str, call: int
 ) -> None:
     updates = updater(server.weights(), Source(server.folder))
     assert updates.update(42).verified
@@ -331,7 +346,7 @@ def test_a_rank_that_dies_in_any_phase_leaves_the_engines_free(
     worker = "tests.integration.test_shards:send"
     where = (server.process.url, str(trained), str(server.folder), 43)
     with pytest.raises(RankFailedError):
-        run_ranks(worker, 2, *where, dies_at=(rank, phase), tensor=2)
+        run_ranks(worker, 2, *where, dies_at=(rank, phase, call), tensor=2)
     # In the phase begin, a rank may die before the version before is withdrawn.
     served = {"42", "unverified-43"} if phase == "begin" else {"unverified-43"}
     assert server.version() in served

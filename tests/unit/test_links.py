@@ -1,4 +1,5 @@
-"""Transfers of a weight group on a GPU's streams, as far as CPUs can show their order."""
+"""Connections to the rendezvous of a weight group, and transfers on a GPU's streams, as far as CPUs can show their
+order."""
 
 from __future__ import annotations
 
@@ -12,7 +13,44 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.engine.links import Link
+from megatron_dppo.engine import links
+from megatron_dppo.engine.links import ConnectionBrokenError, Link, connect_store
+from megatron_dppo.system.network import listening_store
+from megatron_dppo.system.ports import free_port
+from tests.patience import own_patience
+
+
+def test_a_rendezvous_that_is_gone_fails_at_once() -> None:
+    """Within its limit torch would try again where nothing listens."""
+    port = free_port("127.0.0.1")
+    patience = own_patience(10)
+    with pytest.raises(ConnectionBrokenError, match=f"127.0.0.1:{port}"):
+        connect_store("127.0.0.1", port, 60)
+    assert not patience.is_exhausted()
+
+
+@pytest.mark.parametrize(("limit_s", "is_reached"), [(60, True), (-1, False)])
+def test_a_busy_rendezvous_has_the_whole_limit(
+    monkeypatch: pytest.MonkeyPatch, limit_s: int, is_reached: bool
+) -> None:
+    """The first attempt fails."""
+    limit = timedelta(seconds=60)
+    store = listening_store("127.0.0.1", 0, 2, limit, wait_for_workers=False)
+    store.set("key", "value")
+    connect, failures = links.rendezvous_client, [RuntimeError("no answer")]
+
+    def fail_once(address: str, port: int) -> dist.TCPStore:
+        if failures:
+            raise failures.pop()
+        return connect(address, port)
+
+    monkeypatch.setattr(links, "rendezvous_client", fail_once)
+    if is_reached:
+        client = connect_store("127.0.0.1", store.port, limit_s)
+        assert (client.get("key"), client.timeout) == (b"value", limit)
+    else:
+        with pytest.raises(ConnectionBrokenError, match="no answer"):
+            connect_store("127.0.0.1", store.port, limit_s)
 
 
 class RecordingStream:
