@@ -128,6 +128,7 @@ class Bench:
 
 def bench(folder: Path, rounds: int, strategy: str) -> None:
     """Update both servers in turn, and print medians."""
+    torch.set_num_threads(1)  # as in a run
     source = Weights(folder)
     benches: dict[str, Bench] = {}
     with tempfile.TemporaryDirectory() as scratch, AsyncRunner() as runner:

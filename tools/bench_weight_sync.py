@@ -180,6 +180,7 @@ def median_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
 
 def bench(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
     """Alternate updates and plain broadcasts, so that both run under the same load."""
+    torch.set_num_threads(1)  # as in a run
     source = Weights(folder)
     with tempfile.TemporaryDirectory() as scratch, AsyncRunner() as runner:
         config = run_config(folder, source.dtype_name, {})
