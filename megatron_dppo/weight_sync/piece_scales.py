@@ -54,9 +54,13 @@ class PieceScales:
         shape: the model.
         layout: the trainer's layout.
         slices: the slices that this rank sends.
+        device: the device of the values, "cpu" or "cuda".
     """
 
-    def __init__(self, shape: ModelShape, layout: Layout, slices: Iterable[Slice]) -> None:
+    def __init__(
+        self, shape: ModelShape, layout: Layout, slices: Iterable[Slice], device: str
+    ) -> None:
+        self._device = device
         sent = {part.piece for part in slices}
         self._pieces: list[tuple[str, Piece]] = []
         """This rank's pieces with the names of their tensors."""
@@ -83,11 +87,11 @@ class PieceScales:
         self._scales: dict[Piece, Tensor] = {}
 
     def compute(self, values: Values, all_max: AllMax) -> None:
-        """Compute the scales of all pieces from this rank's ``values``. Collective."""
+        """Compute the scales of all pieces from this rank's ``values``; of none without values. Collective."""
         largest: dict[Piece, Tensor] = {}
-        device = next(iter(values.values())).device
-        exchanged = torch.zeros(self._cut_size, device=device)
-        for name, piece in self._pieces:
+        exchanged = torch.zeros(self._cut_size, device=self._device)
+        pieces = self._pieces if values else []
+        for name, piece in pieces:
             magnitudes = _largest_magnitudes(piece, values)
             largest[piece] = magnitudes
             for row, block in zip(magnitudes, _blocks_of(piece), strict=True):
@@ -98,7 +102,7 @@ class PieceScales:
             # As bits, magnitudes have the order of floats, and a NaN is the largest. A maximum of floats over ranks can
             # lose a NaN, and the ranks of a block would then have different scales. abs() clears the sign of a NaN.
             exchanged = all_max(exchanged.abs().view(torch.int32)).view(torch.float32)
-        for name, piece in self._pieces:
+        for name, piece in pieces:
             for row, block in zip(largest[piece], _blocks_of(piece), strict=True):
                 place = self._cut.get((name, block))
                 if place is not None:

@@ -141,7 +141,7 @@ class Shards:
         self._scales: PieceScales | None = None
         if facts.quantized:
             slices = chain.from_iterable(message.slices for message in self.messages)
-            self._scales = PieceScales(shape, facts.layout, slices)
+            self._scales = PieceScales(shape, facts.layout, slices, device)
 
     @property
     def table(self) -> EngineTensors:
@@ -160,7 +160,10 @@ class Shards:
         return self.table.sent_dtype(name, self.dtype)
 
     def prepare(self, values: Values, all_max: AllMax) -> None:
-        """Prepare an update with ``values``: compute the scales of block FP8. Collective."""
+        """Prepare an update with ``values``: compute the scales of block FP8. Collective.
+
+        A rank that could not read its values passes none, and only takes part in the collective.
+        """
         if self._scales is not None:
             self._scales.compute(values, all_max)
 
@@ -572,9 +575,13 @@ class ShardStrategy(Strategy):
         checksums = shards.checksums() if verify else None
         if self.sent_weights is not None:
             self.sent_weights.begin(is_base=sends_changes)
+        values = phases.run("gather", source.values)
         with phases.timed("gather"):
-            values = source.values()
-            shards.prepare(values, source.all_max)
+            # After a failure too: the other ranks wait in this collective.
+            shards.prepare(values or {}, source.all_max)
+        if values is None:
+            self.abort()
+            return Streamed(0, 0, 0, None)
         sent = forwarded = between_nodes = 0
         hosts = self.servers.hosts_of_ranks()
         for message in shards.messages:

@@ -253,14 +253,12 @@ def send(
     start_folder: str,
     version: int,
     dies: bool = False,
-    dies_at: tuple[int, str, int] | None = None,
+    failure: tuple[int, str] | None = None,
     **parallel: int,
 ) -> dict[str, Any]:
-    """Send ``folder`` from two ranks. ``dies_at``: a rank that is killed, the phase of the update, and which of the
-    rank's calls in this phase."""
-    if dies_at is not None and int(os.environ["RANK"]) == dies_at[0]:
-        _, phase, call = dies_at
-        os.environ[failpoints.VARIABLE] = f"update/{phase},kill,{call}"
+    """Send ``folder`` from two ranks. ``failure``: a rank that fails, and the plan of its failpoint."""
+    if failure is not None and int(os.environ["RANK"]) == failure[0]:
+        os.environ[failpoints.VARIABLE] = failure[1]
     trainer = Trainer(policy_config(folder, world_size=2, **parallel))
     config = with_small_messages(WeightSyncConfig())
 
@@ -346,9 +344,25 @@ def test_a_rank_that_dies_in_any_phase_leaves_the_engines_free(
     worker = "tests.integration.test_shards:send"
     where = (server.process.url, str(trained), str(server.folder), 43)
     with pytest.raises(RankFailedError):
-        run_ranks(worker, 2, *where, dies_at=(rank, phase, call), tensor=2)
+        run_ranks(worker, 2, *where, failure=(rank, f"update/{phase},kill,{call}"), tensor=2)
     # In the phase begin, a rank may die before the version before is withdrawn.
     served = {"42", "unverified-43"} if phase == "begin" else {"unverified-43"}
     assert server.version() in served
     patience = own_patience(TIMEOUT_S / 2)
     assert_takes_update(server, trained, 44, patience)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [1, 3])
+def test_an_error_of_one_rank_fails_the_update_on_all(
+    server: RunningServer, trained: Path, call: int
+) -> None:
+    """A rank cannot read its weights, or fails between two messages."""
+    worker = "tests.integration.test_shards:send"
+    where = (server.process.url, str(trained), str(server.folder), 45)
+    with pytest.raises(RankFailedError) as failure:
+        run_ranks(worker, 2, *where, failure=(1, f"update/gather,error,{call}"), tensor=2)
+    assert str(failure.value).count("WeightUpdateError: weight update to version 45") == 2
+    assert server.version() == "unverified-45"
+    patience = own_patience(TIMEOUT_S / 2)
+    assert_takes_update(server, trained, 46, patience)

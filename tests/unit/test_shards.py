@@ -232,6 +232,26 @@ def test_a_bit_of_block_fp8_that_differs_is_named(suffix: str) -> None:
     assert update.wrong() == named
 
 
+def test_a_rank_without_values_takes_part_in_the_exchange_of_magnitudes() -> None:
+    layout = Layout(tensor=4, expert_tensor=4)
+    facts = PlanFacts(layout, (EngineLayout(2),), 100_000, "bfloat16", quantized=True)
+    shards = Shards(FP8_SHAPE, facts, "cpu", 1)
+    exchanged: list[Tensor] = []
+
+    def all_max(vector: Tensor) -> Tensor:
+        exchanged.append(vector)
+        return vector
+
+    shards.prepare({}, all_max)
+    values = trainer_values(FP8_SHAPE, layout, 1, whole_tensors(FP8_SHAPE))
+    shards.prepare(values, all_max)
+    without_values, with_values = exchanged
+    assert not without_values.any()
+    assert with_values.any()
+    assert without_values.shape == with_values.shape
+    assert without_values.dtype == with_values.dtype == torch.int32
+
+
 def test_a_tensor_that_no_rank_sent_is_named() -> None:
     update = Update(SHAPE, Layout(pipeline=2), [EngineLayout(2)])
     with pytest.raises(IncompleteWeightsError, match=r"layers\.2\..* on engine rank"):

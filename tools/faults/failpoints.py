@@ -500,6 +500,9 @@ def main() -> int:
             print(f"{count:4} {point}")
         return 0
     cases = cases_of(reached, options.points, options.kinds.split(","), OCCURRENCES)
+    if not cases:
+        print(f"error: no case of {options.points}: --list prints the points that the run reaches")
+        return REFUSED
     runner = Runner(config, folder, calm, options.limit)
     runner.run(cases[options.part :: options.parts])
     results = runner.results
