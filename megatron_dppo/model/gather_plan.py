@@ -251,22 +251,6 @@ def elements_between_nodes(bucket: Bucket, ranks_per_node: int) -> int:
     return sum(count for rank, count in counts if rank // ranks_per_node != node)
 
 
-def gathered_elements(tensor: TensorSources, receiver: int) -> int:
-    """Return the number of elements of ``tensor`` that other ranks send to ``receiver``."""
-    return tensor.elements - elements_held(tensor).get(receiver, 0)
-
-
-def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
-    """Return the fewest elements that a gather of whole tensors can move, with any choice of receivers.
-
-    The result is a sum over all tensors of the elements that the tensor's largest holder lacks.
-    """
-    elements = 0
-    for tensor in gather_plan(shape, layout):
-        elements += gathered_elements(tensor, largest_holder(tensor))
-    return elements
-
-
 def elements_held(tensor: TensorSources) -> Counter[int]:
     """Count the elements that each rank provides."""
     elements = Counter[int]()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, gather
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.model.engine_layout import EngineLayout
-from megatron_dppo.model.gather_plan import fewest_gathered_elements, hf_buckets_plan
+from megatron_dppo.model.gather_plan import elements_held, gather_plan, hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
@@ -116,6 +116,14 @@ def test_each_rank_sends_its_own_and_together_they_send_all(
             dense.add(full.items())
             together = dense.digests([r["partials"][i] for r in reports])
             assert together == dense.digests([dense.partial()]), name
+
+
+def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
+    """Return the fewest elements that a gather of whole tensors can move: those that each largest holder lacks."""
+    return sum(
+        tensor.elements - max(elements_held(tensor).values())
+        for tensor in gather_plan(shape, layout)
+    )
 
 
 def test_the_bound_counts_what_the_best_holder_lacks() -> None:

@@ -21,7 +21,6 @@ from megatron_dppo.model.gather_plan import (
     Piece,
     TensorSources,
     elements_between_nodes,
-    fewest_gathered_elements,
     gather_plan,
     hf_buckets_plan,
     largest_holder,
@@ -30,6 +29,7 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import Segment, engine_parameters, hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import engine_vocabulary
+from tests.distributed.test_weight_gather import fewest_gathered_elements
 from tests.messages import mentioning
 
 DENSE = ModelShape(

@@ -16,7 +16,7 @@ from megatron_dppo.model.shape import ModelShape
 MESSAGE_EFFICIENCY = 0.8
 """Share of a network port's rate that messages between two GPUs reach. Assumption."""
 MESSAGE_LATENCY = 0.002
-"""Seconds that each message to an engine GPU adds: its copies, and NCCL's start. Assumption."""
+"""Seconds of the copies of a message, and of NCCL's start. Assumption."""
 BUCKET_EFFICIENCY = 0.6
 """Share of a network port's rate at which a sender gathers whole tensors, and engines read them. Assumption."""
 BUCKET_LATENCY = 0.02
@@ -52,9 +52,10 @@ class Traffic:
 def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffic:
     """Return the bytes and seconds of a weight update and of a checkpoint.
 
-    Weight update: all ports work at a time, and the busiest engine GPU decides: seconds = the bytes that it keeps / (a
-    network port's rate x efficiency) + (its messages + servers) x latency + a fixed part. A message reaches the last of
-    several servers after as many further messages.
+    Weight update: all ports work at a time, and the busiest engine GPU decides. It receives the bytes that it keeps in
+    equal messages. A message reaches the last of n servers n - 1 steps later, so steps = messages + servers - 1. While
+    a message travels, the ranks copy the messages before and after it: seconds of a step = the larger of a message's
+    bytes / (a network port's rate x efficiency) and the latency. Seconds = steps x a step's + a fixed part.
 
     With ``weight_sync.strategy: tensor`` or ``disk``, whole tensors are gathered and read: seconds = all bytes / (a
     network port's rate x efficiency) + buckets x latency + a fixed part. The formula is an upper bound for servers on
@@ -80,16 +81,18 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
     else:
         update_bytes = _sent_bytes(facts)
         received_bytes = update_bytes
-        efficiency, latency, more_messages = BUCKET_EFFICIENCY, BUCKET_LATENCY, 0
+        engine = facts.engine
         if facts.sends_shards:
-            engine = facts.engine
             received_bytes = kept_bytes(
                 trainer.shape, engine.layout, trainer.item_bytes, quantized=engine.is_quantized
             )
-            efficiency, latency = MESSAGE_EFFICIENCY, MESSAGE_LATENCY
-            more_messages = facts.engine.started
-        messages = math.ceil(received_bytes / facts.bucket_bytes) + more_messages
-        seconds = received_bytes / (device.network * efficiency) + messages * latency
+        messages = math.ceil(received_bytes / facts.bucket_bytes)
+        if facts.sends_shards:
+            travel = received_bytes / messages / (device.network * MESSAGE_EFFICIENCY)
+            seconds = (messages + engine.started - 1) * max(travel, MESSAGE_LATENCY)
+        else:
+            travel = received_bytes / (device.network * BUCKET_EFFICIENCY)
+            seconds = travel + messages * BUCKET_LATENCY
     return Traffic(
         update=update_bytes,
         received=received_bytes,
