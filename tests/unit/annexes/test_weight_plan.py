@@ -1,5 +1,6 @@
 """A weight update's plan on paper: the recipes' layouts at 256 ranks, and plans that are wrong."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from megatron_dppo.cluster.planner import weight_plan as weight_plan_module
 from megatron_dppo.cluster.planner.facts import facts_of
 from megatron_dppo.cluster.planner.weight_plan import weight_plan
 from megatron_dppo.config import load_config
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shard_plan import prove_shards, shard_plan
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -67,6 +70,16 @@ def test_an_element_that_no_engine_gpu_receives_is_told(monkeypatch):
     assert (
         "receive it, expected" in fault or "is provided never" in fault or "covered up to" in fault
     )
+
+
+def test_the_figure_of_the_documentation_is_a_plan():
+    servers = [EngineLayout(2)] * 2
+    plan = shard_plan(MOE, Layout(tensor=2, expert_tensor=2), servers, 10**12, 2)
+    page = (ROOT / "docs" / "weight_sync.md").read_text(encoding="utf-8")
+    for message in plan.messages:
+        ranks = "".join(f" -> engine {rank}" for rank in message.column)
+        line = f"step {message.step}   trainer {message.sender}{ranks} "
+        assert re.search(f"{line} *{message.bytes / 1e9:.2f} GB", page)
 
 
 def test_the_command_prints_it(capsys):
