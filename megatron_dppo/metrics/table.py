@@ -560,6 +560,13 @@ UPDATE_BYTES_INTO_NODE_BOUND = _metric(
     "weights/bytes_into_node_bound",
     "lower bound of the bytes that enter a node, for the node that needs the most",
 )
+UPDATE_BUSIEST_SENDER = _metric(
+    "weights/bytes_busiest_sender_over_mean",
+    "bytes that the busiest trainer rank sends, over the mean; recorded with weight_sync.strategy distributed",
+)
+UPDATE_BUSIEST_RECEIVER = _metric(
+    "weights/bytes_busiest_receiver_over_mean", "the same of received bytes and engine ranks"
+)
 UPDATE_SENT_FRACTION = _metric(
     "weights/sent_fraction",
     "bytes of the update, divided by the bytes of all weights; recorded with weight_sync.changes_only",

@@ -493,6 +493,15 @@ class ShardStrategy(Strategy):
     def fewest_bytes(self) -> int:
         return self.shards.plan.bound
 
+    @property
+    def busiest_over_mean(self) -> tuple[float, float]:
+        plan = self.shards.plan
+        trainer_ranks = self.shards.facts.layout.world_size
+        return (
+            max(plan.sent.values()) * trainer_ranks / plan.sent.total(),
+            max(plan.received.values()) * len(plan.kept) / plan.received.total(),
+        )
+
     def digests(self, partials: Sequence[list[Any]]) -> Digests:
         return self.shards.digests(partials)
 

@@ -109,6 +109,11 @@ class Strategy:
         return self.whole_bytes
 
     @property
+    def busiest_over_mean(self) -> tuple[float, float] | None:
+        """The attribute of UpdateReport, the same on every rank."""
+        return None
+
+    @property
     def foreign_hosts(self) -> list[str]:
         """The hosts of engines, other than this rank's, that receive this rank's bytes, each once."""
         raise NotImplementedError

@@ -107,6 +107,8 @@ class UpdateReport:
         canary: comparison of log-probabilities; None if this update had none.
         network: bytes/s that can enter a node; None if the configuration does not state it.
         sent_fraction: bytes sent over the bytes of all weights; None if every update sends all weights.
+        busiest_over_mean: bytes of whole weights that the busiest trainer rank sends, over the mean, and that the busiest
+            engine rank receives, over the mean. None without a plan of shards.
         held_update: the part of the merged adapters' change of the frozen model that the engines' weights hold, as its
             projection sum(h d) / sum(d^2). d is an element's exact change, h its change after rounding. None without
             merged adapters, and while they are zero.
@@ -128,6 +130,7 @@ class UpdateReport:
     network: float | None = None
     sent_fraction: float | None = None
     held_update: float | None = None
+    busiest_over_mean: tuple[float, float] | None = None
 
     def metrics(self) -> dict[str, float]:
         values: dict[str, float] = {
@@ -146,6 +149,10 @@ class UpdateReport:
             values[metric_names.UPDATE_BOUND] = self.bytes_into_node_bound / self.network
         if self.sent_fraction is not None:
             values[metric_names.UPDATE_SENT_FRACTION] = self.sent_fraction
+        if self.busiest_over_mean is not None:
+            sender, receiver = self.busiest_over_mean
+            values[metric_names.UPDATE_BUSIEST_SENDER] = sender
+            values[metric_names.UPDATE_BUSIEST_RECEIVER] = receiver
         if self.held_update is not None:
             values[metric_names.UPDATE_HELD] = self.held_update
         if self.canary is not None:
@@ -347,6 +354,7 @@ class WeightUpdater:
             **counts,
             sent_fraction=self._sent_fraction(counts["bytes"], facts[0].whole_bytes),
             held_update=held_update(facts),
+            busiest_over_mean=self._transfer.busiest_over_mean,
             seconds=dict(phases.seconds),
             verified=verify,
             tensors=compared_tensors,

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import EngineTensors, IncompleteWeightsError
 from megatron_dppo.engine.direct_loading import TensorPlaces
 from megatron_dppo.engine.shards import (
@@ -30,7 +32,7 @@ from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.shard_plan import Message
 from megatron_dppo.tensor_hash import tiled_hash
-from megatron_dppo.weight_sync.shards import Shards
+from megatron_dppo.weight_sync.shards import Shards, ShardStrategy
 from tests.distributed.test_shards import (
     FP8_SHAPE,
     SHAPE,
@@ -277,6 +279,15 @@ def test_an_engine_with_another_plan_refuses() -> None:
     incoming = IncomingShards(text, Group(), "name")  # type: ignore[arg-type]
     with pytest.raises(OtherPlanError, match=plan.fingerprint):
         incoming.receive(SHAPE, {}, lambda name: DTYPE)
+
+
+def test_the_busiest_ranks_are_compared_with_all_ranks() -> None:
+    """The model fits in one message, so that one of two equal trainer ranks sends it to two equal servers."""
+    facts = PlanFacts(Layout(data=2), (EngineLayout(),) * 2, 1 << 30, "bfloat16", quantized=False)
+    source: Any = SimpleNamespace(rank=0)
+    strategy = ShardStrategy(source, WeightSyncConfig())
+    strategy._planned = Shards(SHAPE, facts, "cpu", 0)
+    assert strategy.busiest_over_mean == (2, 1)
 
 
 def test_the_steps_of_a_chain() -> None:

@@ -894,3 +894,11 @@ def test_an_updates_seconds_are_those_between_its_moments(monkeypatch: pytest.Mo
         few = replace(report, bytes_moved=6, bytes_bound=bound).metrics()
         assert few["weights/bytes_over_bound"] == over
     assert replace(report, bytes=3, stall_s=0.0).metrics()["weights/gb_per_s"] == pytest.approx(3)
+
+
+def test_the_busiest_ranks_are_recorded_if_each_rank_has_its_own_bytes() -> None:
+    report = updater(Engine()).update(1)
+    names = ("weights/bytes_busiest_sender_over_mean", "weights/bytes_busiest_receiver_over_mean")
+    assert not set(names) & set(report.metrics())
+    in_shards = replace(report, busiest_over_mean=(1.5, 2.0)).metrics()
+    assert [in_shards[name] for name in names] == [1.5, 2.0]
