@@ -107,8 +107,8 @@ class UpdateReport:
         canary: comparison of log-probabilities; None if this update had none.
         network: bytes/s that can enter a node; None if the configuration does not state it.
         sent_fraction: bytes sent over the bytes of all weights; None if every update sends all weights.
-        busiest_over_mean: bytes of whole weights that the busiest trainer rank sends, over the mean, and that the busiest
-            engine rank receives, over the mean. None without a plan of shards.
+        busiest_over_mean: bytes of whole weights that the busiest trainer rank sends, over the mean, and that the
+            busiest engine rank receives, over the mean. None without a plan of shards.
         held_update: the part of the merged adapters' change of the frozen model that the engines' weights hold, as its
             projection sum(h d) / sum(d^2). d is an element's exact change, h its change after rounding. None without
             merged adapters, and while they are zero.
