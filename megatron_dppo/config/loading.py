@@ -117,6 +117,7 @@ def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] =
         tree = read_with_bases(Path(path), schema)
     faults = _apply_overrides(tree, overrides)
     _drop_null_sets(tree)
+    _drop_former_keys(tree)
     faults += _fill_in_directory(tree)
     config, schema_faults = _validate(tree, schema)
     faults += schema_faults
@@ -201,6 +202,7 @@ def load_remainder(path: str | Path, overrides: Sequence[str] = ()) -> Remainder
         if _apply_overrides(tree, [override]):
             faulty_keys.add(override.partition("=")[0])
     _drop_null_sets(tree)
+    _drop_former_keys(tree)
     if _fill_in_directory(tree):
         faulty_keys.add("run.directory")
         _remove(tree, ["run", "directory"])
@@ -352,6 +354,18 @@ def _drop_null_sets(tree: dict[str, Any]) -> None:
         table = tree.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), dict):
             table[key] = {name: value for name, value in table[key].items() if value is not None}
+
+
+_FORMER_KEYS = [("weight_sync", "senders")]
+"""Keys that earlier versions had. Their saved configurations have them with null where nobody set them."""
+
+
+def _drop_former_keys(tree: dict[str, Any]) -> None:
+    """Remove former keys whose value is null. A former key with another value stays, and is refused as unknown."""
+    for section, key in _FORMER_KEYS:
+        table = tree.get(section)
+        if isinstance(table, dict) and table.get(key) is None:
+            table.pop(key, None)
 
 
 def _fill_in_directory(tree: dict[str, Any]) -> list[str]:

@@ -376,3 +376,12 @@ def test_a_flipped_bit_in_a_run_s_configuration_is_refused(tmp_path):
         except ConfigError:
             refused += 1
     assert refused > 50
+
+
+def test_a_former_key_that_nobody_set_is_no_fault_of_a_saved_configuration(tmp_path, tree):
+    tree["weight_sync"] = {"senders": None, "bucket_mib": 512}
+    config = load_config(write_config(tmp_path, tree))
+    assert config.weight_sync.bucket_mib == 512
+    tree["weight_sync"]["senders"] = "nodes"
+    with pytest.raises(ConfigError, match=mentioning("weight_sync.senders", "unknown")):
+        load_config(write_config(tmp_path, tree))
