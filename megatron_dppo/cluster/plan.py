@@ -487,6 +487,9 @@ def _weights(question: Question, options: argparse.Namespace) -> int:
     if faults := question.layout_faults():
         raise ConfigError(faults, options.recipe)
     facts = question.facts()
+    if not facts.engine.started:
+        fault = "--weights: the run starts no server, expected engine.servers of at least 1"
+        raise ConfigError([fault], options.recipe)
     if not facts.sends_shards:
         strategy = facts.config.weight_sync.strategy
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""Buckets that hold only the items that changed, in SGLang's bucket format.
+"""The changed items of flat bytes: of a message, or of a bucket of whole tensors.
 
-A bucket's flat bytes are read as items of the size of its smallest dtype. The base is the bytes of the same bucket in
-the update before. The changes are the positions of the items that differ from the base, and the new values of these
-items. In SGLang's format: a tensor of positions (int32), one empty tensor for each tensor of the whole bucket, and a
-tensor of values.
+Flat bytes are read as items of the size of their smallest dtype. The base is the same bytes of the update
+before. The changes are the positions of the items that differ from the base, and the new values of these items.
+``distributed`` sends both after their number. ``tensor`` sends a bucket in SGLang's format: a tensor of positions
+(int32), one empty tensor for each tensor of the whole bucket, and a tensor of values.
 """
 
 from __future__ import annotations

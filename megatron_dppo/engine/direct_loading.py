@@ -524,7 +524,10 @@ class DirectLoader:
         table = self._table
         places = self._tensor_places
         if table is None or places is None:
-            raise UnplaceableError("weight update: the server's tensors are not the table's")
+            raise UnplaceableError(
+                "weight update: the server cannot place tensors directly (its log says why), expected "
+                "weight_sync.strategy disk"
+            )
 
         def dtype_of(name: str) -> torch.dtype:
             return table.sent_dtype(name, shards.dtype)

@@ -257,7 +257,11 @@ class IncomingShards:
         try:
             self._instruction = INSTRUCTION.validate_json(text)
         except ValidationError as error:
-            raise OtherPlanError(f"weight update: {error.errors()[0]['msg']}") from error
+            fault = error.errors()[0]
+            key = ".".join(map(str, fault["loc"]))
+            raise OtherPlanError(
+                f"weight update: instruction {key}: {fault['msg']}, expected one version of megatron_dppo on both sides"
+            ) from error
         self._group = group
         self._limit = limit_of(group_name) or timedelta(minutes=30)
 

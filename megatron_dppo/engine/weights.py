@@ -9,7 +9,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, Self
 
 import orjson
@@ -246,11 +245,6 @@ class EngineWeights:
     def ranks(self) -> int:
         """The number of engine ranks that join a weight group."""
         return self.tensors.ranks
-
-    @cached_property
-    def kept_bytes(self) -> int:
-        """The bytes of weights that all ranks of the engine keep of an update."""
-        return self.tensors.kept_bytes(self._dtype)
 
     @property
     def layout(self) -> tuple[EngineLayout, str]:

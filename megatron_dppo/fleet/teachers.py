@@ -195,7 +195,14 @@ class TeacherClient:
         self.expect(sequences, earlier, "at an earlier start of this run")
         for member in self._members:
             async with client_of(member) as client:
-                await self._check_server(client)
+                try:
+                    async with asyncio.timeout(self._engine.hang_timeout_s):
+                        await self._check_server(client)
+                except TimeoutError as error:
+                    limit = self._engine.hang_timeout_s
+                    raise errors.EngineLostError(
+                        f"{client.url}: no scores within {limit:g} s (engine.hang_timeout_s)"
+                    ) from error
         return [list(row) for row in self._expected or ()]
 
     def expect(

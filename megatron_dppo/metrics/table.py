@@ -534,10 +534,10 @@ UPDATE_BOUND = _metric(
     "recorded only if this key is set",
     line=Line("update seconds", "network's bound", "bound"),
 )
-UPDATE_BYTES = _metric("weights/bytes", "bytes of the weights that the engines loaded")
+UPDATE_BYTES = _metric("weights/bytes", "bytes that trainer ranks sent to engines")
 UPDATE_BYTES_MOVED = _metric(
     "weights/bytes_moved",
-    "bytes that the trainer's ranks exchanged and sent to engines for the update",
+    "bytes that trainer ranks exchanged and sent for the update, and that engine ranks sent on",
     line=Line("update bytes", "moved", scale=1e-9),
 )
 UPDATE_BYTES_BOUND = _metric(

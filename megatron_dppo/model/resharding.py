@@ -142,12 +142,6 @@ class ReshardingReport:
     direct: tuple[int, ...]
     engine: tuple[int, ...]
 
-    @property
-    def gathered(self) -> int:
-        """Bytes that trainer rank 0 receives when it gathers the model, before it broadcasts whole tensors to all
-        engine ranks."""
-        return self.model_bytes - self.holds[0]
-
 
 def prove_resharding(
     shape: ModelShape, layout: Layout, engine: EngineLayout, item_bytes: int = 2
@@ -250,10 +244,7 @@ def print_plan(
         "Proved: every element is provided by exactly one trainer rank and lands exactly once on every engine rank "
         "that holds it."
     )
-    console.print(
-        f"One update moves at least {_gb(sum(report.engine))} into the engine. Gathered on trainer rank 0 and "
-        f"broadcast: {_gb(report.gathered)} to rank 0, then {_gb(report.model_bytes)} to each engine rank."
-    )
+    console.print(f"One update moves {_gb(sum(report.engine))} into the engine.")
 
 
 def _trainer_table(
@@ -282,10 +273,10 @@ def _trainer_table(
 
 
 def _engine_table(engine: EngineLayout, report: ReshardingReport) -> Table:
-    headings = ("rank", "receives at least", "receives by broadcast")
+    headings = ("rank", "receives")
     table = figures_table(f"Engine: {engine.describe()}", *headings)
     for rank, received in enumerate(report.engine):
-        table.add_row(str(rank), _gb(received), _gb(report.model_bytes))
+        table.add_row(str(rank), _gb(received))
     return table
 
 

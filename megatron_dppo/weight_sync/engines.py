@@ -6,6 +6,7 @@ Every object here belongs to one trainer rank. Rank 0 alone pauses, verifies and
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import cached_property
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 from torch import Tensor
 
 from megatron_dppo.engine.errors import UNBOUNDED, EngineError, EngineMismatchError
+from megatron_dppo.engine.links import CalledOffError
 from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION
 from megatron_dppo.engine.server_state import MemoryTag
 from megatron_dppo.engine.weights import TAGS, EngineWeights
@@ -61,6 +63,7 @@ log = logging.getLogger(__name__)
 ENGINE_FAULTS = (EngineError, OSError)
 """Exceptions caused by an engine, the network or a disk: the update failed, and another attempt may succeed. Every
 other exception is a fault of this program and ends the run."""
+_CALLED_OFF_POLL_S = 0.5
 GRACE_S = 5.0
 """Seconds that an engine may take to leave a cancelled transfer."""
 Call: TypeAlias = Callable[[EngineWeights], Coroutine[Any, Any, T]]
@@ -159,19 +162,31 @@ class Engines:
         timeout_s: float,
         step: str,
         break_off: Callable[[], None] | None = None,
+        is_called_off: Callable[[], bool] | None = None,
     ) -> None:
         """Wait for ``calls``. In these calls the engines receive weights from the trainer, or join a group.
 
         At the first failure, or after ``timeout_s``, ``break_off`` is called: it frees engines that wait for each other
-        in these calls. It is None if engines do not wait for each other.
+        in these calls. It is None if engines do not wait for each other. ``is_called_off`` tells whether a trainer rank
+        has given up, for which the engines wait in vain.
 
         Raises:
             EngineFaultError: names the engines at fault, if they can be determined.
+            CalledOffError: a trainer rank has given up.
         """
-        _, pending = wait(calls.values(), timeout_s, FIRST_EXCEPTION)
-        failed = _errors(calls)
-        if not pending and not failed:
-            return
+        deadline = time.monotonic() + timeout_s
+        poll_s = timeout_s if is_called_off is None else _CALLED_OFF_POLL_S
+        while True:
+            remaining_s = max(deadline - time.monotonic(), 0.0)
+            _, pending = wait(calls.values(), min(poll_s, remaining_s), FIRST_EXCEPTION)
+            failed = _errors(calls)
+            if not pending and not failed:
+                return
+            if failed or time.monotonic() >= deadline:
+                break
+            if is_called_off is not None and is_called_off():
+                wait(calls.values(), GRACE_S)
+                raise CalledOffError(f"{step}: another trainer rank called the weight transfer off")
         timeout_error = TransferTimeoutError(f"{step} took longer than {timeout_s:.0f} s")
         reason = next(iter(failed.values()), timeout_error)
         if break_off is not None:

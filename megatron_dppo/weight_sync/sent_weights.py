@@ -9,7 +9,7 @@ from megatron_dppo.engine.changes import Changes, find_changes
 
 
 class SentWeights:
-    """The flat bytes of this rank's buckets in the last update, in host memory, pinned for a GPU.
+    """The flat bytes of this rank's messages, or buckets, in the last update, in host memory, pinned for a GPU.
 
     The memory is as large as the weights that this rank sends. Each update overwrites the memory while it sends. So
     after a failed update the kept bytes belong to no version, and the next update must send all weights.

@@ -79,7 +79,8 @@ class ServerFacts(NamedTuple):
             if not engine.accepts_shards:
                 raise EngineMismatchError(
                     f"{engine.url} loads updates by SGLang's own loader, which needs whole tensors; expected a server "
-                    "that was started by megatron_dppo.engine.launch_server, or weight_sync.strategy disk"
+                    "that was started by megatron_dppo.engine.launch_server (its log says why if its tensors cannot be "
+                    "placed directly), or weight_sync.strategy disk"
                 )
         first = engines.first
         urls = [engine.url for engine in engines.members]
@@ -100,7 +101,7 @@ class ServerFacts(NamedTuple):
         return cls(urls, [EngineLayout(**layout) for layout in layouts], device, quantized)
 
     def hosts_of_ranks(self) -> list[str | None]:
-        """Return the host of each engine rank; None for this process's host."""
+        """Return the host of each engine rank's server, its first one; None for this process's host."""
         hosts: list[str | None] = []
         for url, layout in zip(self.urls, self.layouts, strict=True):
             host = None if on_this_host(url) else str(urlsplit(url).hostname)
@@ -109,7 +110,7 @@ class ServerFacts(NamedTuple):
 
 
 class Shards:
-    """What a trainer rank has of an update in shards.
+    """What one trainer rank sends in an update.
 
     Attributes:
         plan: the plan.
@@ -195,7 +196,7 @@ class Shards:
         return ShardChecksums(self._tables, self._hashed_runs, self.dtype)
 
     def _hashed_runs(self, message: Message) -> Sequence[_HashedRun]:
-        """Return what is hashed of a message. It is found out once for each message."""
+        """Return what is hashed of a message. The result is computed once for each message."""
         runs = self._runs.get(id(message))
         if runs is None:
             runs = self._find_hashed_runs(message)
@@ -396,9 +397,10 @@ def _digests(
                 # The whole tensor is padding.
                 tensor_hash.add(torch.zeros(missing[rank][name], dtype=torch.uint8), 0)
             elif missing[rank][name]:
+                size = missing[rank][name]
+                fault = "were not sent" if size > 0 else "were sent twice"
                 raise IncompleteWeightsError(
-                    f"weight update: {missing[rank][name]} bytes of {name} on engine rank {rank} were never sent "
-                    "(below 0: were sent twice)"
+                    f"weight update: {abs(size)} bytes of {name} on engine rank {rank} {fault}"
                 )
     return [{name: h.hexdigest() for name, h in by_name.items()} for by_name in hashes]
 
@@ -436,6 +438,7 @@ class ShardStrategy(Strategy):
         super().__init__(source, config)
         self._planned: Shards | None = None
         self._servers: ServerFacts | None = None
+        self._hosts: list[str | None] = []
         self._group: WeightGroup | None = None
         self._link: Link | None = None
         self._aborted_groups: list[str] = []
@@ -482,8 +485,7 @@ class ShardStrategy(Strategy):
     def foreign_hosts(self) -> list[str]:
         if not self.shards.messages:
             return []
-        hosts = self.servers.hosts_of_ranks()
-        return list(dict.fromkeys(host for host in hosts if host is not None))
+        return list(dict.fromkeys(host for host in self._hosts if host is not None))
 
     @property
     def whole_bytes(self) -> int:
@@ -530,15 +532,25 @@ class ShardStrategy(Strategy):
     def begin(self, meeting_points: Sequence[Any]) -> None:
         """Join the group. Rank 0 also opens the update in the engines, and makes them receive all messages."""
         point = _Rendezvous(*meeting_points[0])
+        self._hosts = self.servers.hosts_of_ranks()
         if self.rank not in self._members:
             return
+        try:
+            self._join(point)
+        except BaseException:
+            # The other ranks wait for this one.
+            call_off(point.address, point.port)
+            raise
+
+    def _join(self, point: _Rendezvous) -> None:
+        """Join the group; see ``begin``."""
         if self._group is None or self._group.name != point.name:
             self._group = self._new_group(point.address, point.port, point.name)
             self._link = None
         if self.engines is not None:
             self._leave_aborted_groups(self.engines)
             if self._link is None:
-                self._open_group(self.engines, point)
+                self._open_group(self.engines, point, self._group.is_called_off)
             self.engines.each(lambda engine: engine.begin())
         if self._link is None:
             self._group.wait(self._group.joined)
@@ -546,14 +558,18 @@ class ShardStrategy(Strategy):
         if self.engines is not None:
             self._requests = in_background(partial(self._receive, self.engines, point))
 
-    def _open_group(self, engines: Engines, point: _Rendezvous) -> None:
-        """Have every engine join the group."""
+    def _open_group(
+        self, engines: Engines, point: _Rendezvous, is_called_off: Callable[[], bool]
+    ) -> None:
+        """Have every engine join the group. Raises CalledOffError if a trainer rank could not join."""
         size = len(self._members) + engines.ranks
         ranks = engines.first_ranks(len(self._members))
         calls = engines.start(
             lambda engine: engine.open_group(*point, first_rank=ranks[engine.url], size=size)
         )
-        self._all_arrive(engines, calls, f"opening the group {point.name}")
+        step = f"opening the group {point.name}"
+        break_off = partial(call_off, point.address, point.port)
+        engines.arrive(calls, self.config.timeout_s, step, break_off, is_called_off)
 
     def _receive(self, engines: Engines, point: _Rendezvous) -> None:
         """Have every engine receive its messages."""
@@ -567,10 +583,9 @@ class ShardStrategy(Strategy):
         text = INSTRUCTION.dump_json(instruction).decode()
         header = WireHeader((SHARDS, text), ("uint8", "uint8"), ((0,), (0,)), 0)
         calls = engines.start(lambda engine: engine.receive(header, point.name))
-        self._all_arrive(engines, calls, "the transfer of all weights")
-
-    def _all_arrive(self, engines: Engines, calls: dict[str, Future[None]], step: str) -> None:
-        engines.arrive(calls, self.config.timeout_s, step, self._call_off)
+        # A request that hangs may outlive its group. It must not call the next group off.
+        break_off = partial(call_off, point.address, point.port)
+        engines.arrive(calls, self.config.timeout_s, "the transfer of all weights", break_off)
 
     def _call_off(self) -> None:
         """Make all ranks of the group stop waiting."""
@@ -592,7 +607,6 @@ class ShardStrategy(Strategy):
             self.abort()
             return Streamed(0, 0, 0, None)
         sent = forwarded = between_nodes = 0
-        hosts = self.servers.hosts_of_ranks()
         for message in shards.messages:
             data = phases.run("gather", shards.pack, message, values)
             if data is not None:
@@ -600,7 +614,7 @@ class ShardStrategy(Strategy):
                 sent += size
                 forwarded += size * (len(message.column) - 1)
                 between_nodes += size * _hops_between_nodes(
-                    [hosts[rank] for rank in message.column]
+                    [self._hosts[rank] for rank in message.column]
                 )
             if data is not None and checksums is not None:
                 phases.run("hash", checksums.add, message, data)

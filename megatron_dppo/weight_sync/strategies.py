@@ -25,6 +25,7 @@ from megatron_dppo.system.scratch import private_name
 from megatron_dppo.weight_sync import verification
 from megatron_dppo.weight_sync.engines import GRACE_S, Bucket, Digests, Engines, on_this_host
 from megatron_dppo.weight_sync.phases import Phases
+from megatron_dppo.weight_sync.sent_weights import SentWeights
 from megatron_dppo.weight_sync.shards import ShardStrategy
 from megatron_dppo.weight_sync.source import Plan, WeightSource
 from megatron_dppo.weight_sync.strategy import Strategy, Streamed
@@ -44,6 +45,12 @@ class BucketStrategy(Strategy):
         super().__init__(source, config)
         self.dtype: torch.dtype = getattr(torch, source.dtype_name)
         self.buckets: Plan = source.plan(self.bucket_bytes, spread=self.spread)
+
+    def attach(self, engines: Engines) -> None:
+        if self.sent_weights is not None:
+            # The engines' loaders decide the form of buckets.
+            self.sent_weights = SentWeights()
+        super().attach(engines)
 
     @property
     def sends(self) -> bool:

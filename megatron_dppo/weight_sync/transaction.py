@@ -90,15 +90,17 @@ class UpdateReport:
     Attributes:
         version: the committed version.
         bytes: bytes of the weights as the engines load them.
-        bytes_moved: bytes that trainer ranks exchanged to make tensors whole, plus the bytes sent to engines.
+        bytes_moved: bytes that trainer ranks exchanged to make tensors whole, plus the bytes sent to engines, and those
+            that engine ranks send on to each other.
         bytes_bound: the fewest bytes that any plan moves into the engines. With ``distributed`` every engine rank
             receives the bytes that it keeps. Other strategies send all weights once.
         seconds: time that the caller waited, by phase: drain, begin, memory (comparison before the update), gather (the
             trainer's collective), transfer (waiting for the engines), hash, arrive, end, verify, canary, commit.
         verified: whether every tensor was compared.
         tensors: number of compared tensors over all engine ranks.
-        bytes_between_nodes: the part of ``bytes_moved`` that travels from one node to another. It counts the gathers
-            between nodes, and each sender's bytes once for each engine host other than the sender's own.
+        bytes_between_nodes: the part of ``bytes_moved`` that travels from one node to another. With ``distributed``
+            each hop of a message to another host counts; otherwise the gathers between nodes, and each sender's bytes
+            once for each engine host other than its own.
         bytes_between_nodes_bound: the bytes of all weights, once for each engine host that has no sender.
         bytes_into_node_bound: the part of ``bytes_between_nodes_bound`` that must enter one node: all weights, or
             nothing if every engine host has a sender.
@@ -238,7 +240,7 @@ class WeightUpdater:
         source: the trainer's weights.
         config: the section ``weight_sync`` of the run's configuration.
         agree: collective that shares the first failure.
-        open_engine: connects to an engine; called on rank 0 and on every rank that sends.
+        open_engine: connects to an engine; called on each rank whose strategy has ``calls_engines``.
         runner: runs the calls to engines.
         fence: collective; raises on every rank if this trainer may no longer change the engines.
         interrupts: whether an update interrupts running responses. They continue after the update. If False, an update
@@ -324,7 +326,7 @@ class WeightUpdater:
                 # The present digests are of the previous version, and this update computes no new ones.
                 self._keep_digests(None, exist=False)
             streamed = self._stream(phases, verify, sends_changes=sends_changes)
-            # Share failures only now: until the last bucket every rank is in the gathers, and no rank may leave them.
+            # Share failures only now: while whole tensors are gathered, no rank may leave the others.
             phases.run("arrive", self._transfer.arrive)
             self._share(phases.error, title)
             facts = self._gather_facts(streamed)

@@ -6,7 +6,7 @@ import logging
 import threading
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from megatron_dppo.engine.links import (
     wait_unless_called_off,
 )
 from megatron_dppo.engine.weight_groups import CALLED_OFF, errors_abort_the_group, new_name
-from megatron_dppo.system.network import listening_store
+from megatron_dppo.system.network import listening_store, source_address
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,10 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 _CANCEL_S = 5.0
 """An aborted group's rendezvous stays open for this time, so that its engine ranks can read the cancellation."""
+
+
+_CONNECT_S = 30.0
+"""Seconds in which a rank must reach the rendezvous of its group. A busy host takes seconds."""
 
 
 _BACKEND_SLACK = timedelta(seconds=30)
@@ -53,7 +57,7 @@ def call_off(address: str, port: int) -> None:
 class WeightGroup:
     """A process group of trainer ranks and ``ranks`` engine ranks. The future ``joined`` is done when all have joined.
 
-    The trainer ranks come first in the group. Its rank 0, this process by default, has the rendezvous.
+    The trainer ranks come first in the group. Its rank 0, which is this process by default, opens the rendezvous.
 
     The other ranks need ``address``, ``port``, ``name`` and ``backend`` to join. The rendezvous listens on a free port
     of ``address`` only.
@@ -95,6 +99,7 @@ class WeightGroup:
             self._store = listening_store(address, 0, size, limit, wait_for_workers=False)
         self.port = self._store.port
         self._device = device
+        self._is_aborted = False
         self.joined: Future[None] = in_background(partial(self._join, size, rank))
 
     def wait(self, future: Future[None]) -> None:
@@ -104,19 +109,31 @@ class WeightGroup:
         """
         # Wait without a time limit: the trainer's rank 0 limits the time of each request to the engines. If a request
         # takes longer, rank 0 cancels the transfer.
-        wait_unless_called_off(future, self._store)
+        wait_unless_called_off(future, self._watched_store)
+
+    @cached_property
+    def _watched_store(self) -> dist.TCPStore:
+        """A connection to the rendezvous in which no call waits. The thread that joins waits in ``_store``."""
+        return connect_store(self.address, self.port, _CONNECT_S)
+
+    def is_called_off(self) -> bool:
+        """Return whether a rank has called the transfer off."""
+        with raising_connection_broken():
+            return bool(self._watched_store.check([CALLED_OFF]))
 
     def link(self, device: torch.device) -> Link:
         """Return the link for transfers between ranks, after all have joined. ``device``: that of the bytes."""
         assert self._group is not None
-        return Link(self._group, self._store, self._backend_limit, device)
+        return Link(self._group, self._watched_store, self._backend_limit, device)
 
-    def _join(self, size: int, rank: int = 0) -> None:
+    def _join(self, size: int, rank: int) -> None:
         """Make the group of ``size`` ranks, this one ``rank``; return when all of them have joined."""
         limit = self._backend_limit
         options = None
         if self.backend == "gloo":
-            options = _gloo_options(self.address, limit)
+            # Each rank listens on its host's address in the network of the rendezvous.
+            address = source_address(self.address) if rank else self.address
+            options = _gloo_options(address, limit)
         # Use the helper that makes the group in the engines too: both sides must use the same keys in the store.
         with raising_connection_broken(), errors_abort_the_group(self.backend):
             group, _ = c10d._new_process_group_helper(
@@ -130,8 +147,10 @@ class WeightGroup:
                 timeout=limit,
             )
         # ``destroy_process_group`` expects this entry, and the helper leaves it to its callers.
-        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
         self._group = group
+        if self._is_aborted:
+            self._leave(group)
 
     def connect(self, size: int) -> Future[None]:
         """Start a broadcast of ``size`` bytes, in which NCCL's ranks connect. All ranks must enter it."""
@@ -142,15 +161,21 @@ class WeightGroup:
 
     def abort(self) -> None:
         """Abort the group, on the engines' side too: their ranks watch the rendezvous for CALLED_OFF."""
-        if self._group is not None:
+        # The thread that joins leaves the group once it has joined.
+        self._is_aborted = True
+        group = self._group
+        if group is not None:
             self._store.set(CALLED_OFF, "1")
             # Keep the rendezvous open until the engines have read the key: the timer holds a reference to the store.
             holder = threading.Timer(_CANCEL_S, _drop, [self._store])
             holder.daemon = True
             holder.start()
-            self._group.abort()
-            dist.destroy_process_group(self._group)
-            self._group = None
+            self._leave(group)
+
+    def _leave(self, group: dist.ProcessGroup) -> None:
+        group.abort()
+        dist.destroy_process_group(group)
+        self._group = None
 
 
 def _drop(store: dist.Store) -> None:

@@ -119,7 +119,6 @@ def test_qwen3_30b_a3b(layout):
     report = prove_resharding(shape, layout, engine)
     assert report.model_bytes == sum(report.holds) == 2 * PARAMETERS["qwen3-30b-a3b"]
     assert sum(report.direct) == sum(report.engine)
-    assert report.gathered == report.model_bytes - report.holds[0]
     prove_rank_filled(shape, layout, layout.world_size - 1)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_dppo.engine import weight_groups
+from megatron_dppo.engine.links import CalledOffError
 from megatron_dppo.engine.weight_groups import (
     ABORT_GROUP,
     CALLED_OFF,
@@ -32,6 +33,7 @@ from megatron_dppo.system.network import listening_store
 from megatron_dppo.system.ports import free_port
 from megatron_dppo.weight_sync import weight_group
 from megatron_dppo.weight_sync.weight_group import WeightGroup, call_off
+from tests.patience import own_patience
 
 ENGINE_PROGRAM = """
 import sys
@@ -107,6 +109,21 @@ def test_an_engine_frees_itself_at_the_limit_in_the_groups_name(join_engine):
     assert next_line(engine) == "freed"
 
 
+def test_a_rank_that_waits_to_join_sees_that_the_transfer_is_called_off():
+    """The thread that joins waits in the group's own connection to the rendezvous."""
+    shared = {"ranks": 1, "members": 2, "address": "127.0.0.1", "device": "cpu", "timeout_s": 5.0}
+    first = WeightGroup(**shared)
+    second = WeightGroup(**shared, rank=1, port=first.port, name=first.name)
+    call_off(first.address, first.port)
+    patience = own_patience(20)
+    for group in (first, second):
+        with pytest.raises(CalledOffError):
+            group.wait(group.joined)
+        assert group.is_called_off()
+        group.abort()
+    assert not patience.is_exhausted()
+
+
 def test_the_trainers_abort_frees_an_engine_over_gloo(join_engine):
     group, engine = join_engine()
     group.abort()
@@ -150,7 +167,7 @@ def test_an_nccl_group_is_made_with_an_error_mode_that_ends_no_process(monkeypat
     group.backend, group.address, group.name = "nccl", "127.0.0.1", "weights"
     group._backend_limit, group._store = timedelta(seconds=1), torch.distributed.HashStore()
     with suppress(TypeError):  # torch's table of groups can't hash the result
-        group._join(2)
+        group._join(2, 0)
     assert seen == [ABORT_GROUP]
     assert os.environ.get(ERROR_MODE) == value
 

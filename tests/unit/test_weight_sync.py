@@ -27,7 +27,7 @@ from megatron_dppo.engine.errors import (
     EngineMismatchError,
     EngineRequestError,
 )
-from megatron_dppo.engine.links import in_background
+from megatron_dppo.engine.links import CalledOffError, in_background
 from megatron_dppo.engine.shards import adjacent
 from megatron_dppo.engine.shared_buckets import WireHeader
 from megatron_dppo.engine.weights import EngineWeights
@@ -763,6 +763,17 @@ def test_the_engine_that_hangs_is_blamed_in_time() -> None:
     error = find_blamed([Engine(A), Engine(B)], Together({B: "hung"}), timeout_s=0.3)
     assert error.engines == (B,)
     assert isinstance(error.faults[B], TransferTimeoutError)
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_no_engine_is_blamed_if_a_trainer_rank_has_given_up() -> None:
+    fleet = Engines([Engine(A), Engine(B)], runner())
+    step = Together({})
+    patience = own_patience(18)
+    with pytest.raises(CalledOffError):
+        fleet.arrive(fleet.start(step), 60.0, "a test", step.broken.set, lambda: True)
+    assert not patience.is_exhausted()
+    step.broken.set()
 
 
 @pytest.mark.usefixtures("short_grace")

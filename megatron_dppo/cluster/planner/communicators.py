@@ -61,6 +61,6 @@ def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
 def engine_communicator_bytes(tensor: int, *, receives: bool) -> int:
     """Return the bytes of an engine rank's communicators.
 
-    They are its server's own, and with ``receives`` one with all trainer ranks and engine ranks, for weight updates.
+    They are its server's own, and with ``receives`` one with the trainer ranks that send, for weight updates.
     """
     return (int(tensor > 1) + int(receives)) * PER_COMMUNICATOR

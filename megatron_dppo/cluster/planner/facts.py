@@ -398,7 +398,7 @@ class RunFacts:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of a bucket of a weight update."""
+        """The largest size of a message, or of a bucket of whole tensors."""
         return self.config.weight_sync.bucket_bytes
 
     @property
@@ -468,7 +468,11 @@ def facts_of(
     """
     schedule = schedule or schedule_of(config.rollout, config.engine)
     engine = config.engine.model_copy(update={"placement": schedule.placement})
-    config = config.model_copy(update={"engine": engine})
+    weight_sync = config.weight_sync
+    if schedule.is_colocated and weight_sync.strategy == "distributed":
+        # Servers on the ranks' GPUs have no group with them.
+        weight_sync = weight_sync.model_copy(update={"strategy": "disk"})
+    config = config.model_copy(update={"engine": engine, "weight_sync": weight_sync})
     spec = RunSpec.of_model(config, ModelSpec.of(config, shape, {}), "cuda")
     teachers = [
         TeacherSpec.of(config, name, spec.rollout, "cuda", shape_of=_shape_of_teacher)

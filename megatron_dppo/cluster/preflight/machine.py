@@ -264,7 +264,7 @@ def _judge_nccl(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
     is_everywhere = len(unequal_pairs) == len(pairs) and len(set(pairs.values())) == 1
     for host, (trainer_version, engine_version) in unequal_pairs.items():
         host_at_fault = EVERYWHERE if is_everywhere else host
-        expectation = f"the trainer's {trainer_version}: they broadcast weights in one group"
+        expectation = f"the trainer's {trainer_version}: they join one group for weight updates"
         yield Finding(host_at_fault, "engine's NCCL", str(engine_version), expectation)
     for role in sorted(set().union(*evidence.values())):
         versions = {host: roles[role]["nccl"] for host, roles in evidence.items() if role in roles}
