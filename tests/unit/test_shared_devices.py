@@ -24,10 +24,10 @@ from megatron_dppo.trainer import collectives
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from tests.messages import mentioning
 from tests.unit.small_fleet import SmallServer
-from tests.unit.test_engine_session import Small, one_rank
+from tests.unit.test_engine_session import Small
 from tests.unit.test_weight_sync import Engine, Source
 
-assert one_rank  # a fixture
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class SharedTrainer:

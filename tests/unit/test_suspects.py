@@ -23,11 +23,11 @@ from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer import collectives
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from tests.unit.small_fleet import SmallRouter, SmallServer
-from tests.unit.test_engine_session import Small, one_rank
+from tests.unit.test_engine_session import Small
 from tests.unit.test_fleet_client import Fleet, ask
 from tests.unit.test_weight_sync import Engine, Source
 
-assert one_rank  # a fixture
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 BAD = 13
 CrashRule = Callable[[str, int, int], bool]
