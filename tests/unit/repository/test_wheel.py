@@ -58,7 +58,7 @@ def test_every_file_of_the_package_is_in_it(installed):
     files = {p.relative_to(package) for p in package.rglob("*") if p.is_file()}
     wanted = {p for p in files if p.suffix != ".pyc" and p.name != "README.md"}
     examples = ROOT / "examples"
-    read = [*examples.rglob("*.yaml"), *examples.glob("model_configs/*/config.json")]
+    read = [*examples.glob("*/**/*.yaml"), *examples.glob("model_configs/*/config.json")]
     wanted |= {Path("examples") / p.relative_to(examples) for p in read}
     assert {Path("cluster/slurm/run.sbatch"), Path("vocab_parallel/row_stats.cpp")} <= wanted
     installed_package = installed / "megatron_dppo"
