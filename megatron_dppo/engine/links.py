@@ -27,6 +27,8 @@ T = TypeVar("T")
 _CANCEL_POLL_S = 0.2
 """Seconds between two checks whether the transfer was cancelled."""
 _CONNECT_S = 5.0
+BUSY_CONNECT_S = 30.0
+"""Seconds in which a rank that joins must reach the rendezvous, also on a busy host."""
 
 Operation = tuple[Tensor, int]
 """The bytes of a transfer, and the rank in the group that sends or receives them."""

@@ -31,7 +31,7 @@ from megatron_dppo.engine.changes import (
     own_changes,
 )
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.links import Link, Operation, connect_store
+from megatron_dppo.engine.links import BUSY_CONNECT_S, Link, Operation, connect_store
 from megatron_dppo.engine.weight_groups import limit_of
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.layout import Layout
@@ -39,8 +39,6 @@ from megatron_dppo.model.mapping import Segment
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.model.shard_plan import Message, ShardPlan, Slice, shard_plan
 
-_CONNECT_S = 30.0
-"""Seconds in which a rank must reach the rendezvous. A busy host takes longer than the limit of a trainer's calls."""
 WHOLE = -1
 """Sent in place of the number of changes of a message that is sent whole."""
 Blocks = Mapping[Segment, Sequence[tuple[Tensor, bool]]]
@@ -300,7 +298,7 @@ class IncomingShards:
                 f"{instruction.fingerprint}: expected one version of megatron_dppo and one model on both sides"
             )
         device = next(iter(blocks.values()))[0][0].device
-        store = connect_store(instruction.address, instruction.port, _CONNECT_S)
+        store = connect_store(instruction.address, instruction.port, BUSY_CONNECT_S)
         link = Link(self._group, store, self._limit, device)
         placements = {} if placements is None else placements
         if any(earlier_plan != fingerprint for earlier_plan, _ in placements):

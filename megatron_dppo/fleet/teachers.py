@@ -78,7 +78,7 @@ class TeacherClient:
         self._expected: Sequence[Sequence[float]] | None = None
         """Log-probabilities of ``_sequences``; None before the start's checks."""
         self._origin = ""
-        """Where ``_expected`` comes from."""
+        """The origin of ``_expected``, for messages."""
         self._refusals: set[str] = set()
 
     async def score(self, tokens: ScoredTokens) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ from megatron_dppo.system.lease import START_VARIABLE
 
 
 class HostRanks(ABC):
-    """What all ways of starting ranks on several hosts share; see Ranks.
+    """Ranks on several hosts: their variables and their stop file. Subclasses start them; see Ranks.
 
     Args:
         directory: the run's directory.

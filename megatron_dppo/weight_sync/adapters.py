@@ -78,8 +78,7 @@ class AdapterStrategy(FolderStrategy):
         self._tensors = []
         self.remove_folder()
 
-    @property
-    def whole_bytes(self) -> int:
+    def _count_bytes(self, engines: Engines) -> int:
         return sum(bucket.elements for bucket in self.buckets) * self.dtype.itemsize
 
     def _compare(self, digests_by_url: Mapping[str, Mapping[str, str]]) -> None:

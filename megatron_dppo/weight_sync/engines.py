@@ -125,11 +125,8 @@ class Engines:
     @cached_property
     def foreign_hosts(self) -> list[str]:
         """The hosts of engines that are not on this host, each once."""
-        hosts: dict[str, None] = {}
-        for engine in self.members:
-            if not on_this_host(engine.url):
-                hosts[str(urlsplit(engine.url).hostname)] = None
-        return list(hosts)
+        hosts = dict.fromkeys(foreign_host(engine.url) for engine in self.members)
+        return [host for host in hosts if host is not None]
 
     def first_ranks(self, first_rank: int) -> dict[str, int]:
         """Return each engine's first rank in a group, by URL. ``first_rank``: the first rank of the first engine."""
@@ -366,6 +363,11 @@ def meeting_address(urls: Sequence[str]) -> str:
 def on_this_host(url: str) -> bool:
     """Whether packets to ``url`` stay on this machine."""
     return local_address(url) == resolve(str(urlsplit(url).hostname))
+
+
+def foreign_host(url: str) -> str | None:
+    """Return the host of an engine; None for this machine."""
+    return None if on_this_host(url) else str(urlsplit(url).hostname)
 
 
 def require_routable(urls: Sequence[str]) -> None:

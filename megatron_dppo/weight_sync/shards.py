@@ -19,7 +19,6 @@ from dataclasses import asdict, replace
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -43,8 +42,8 @@ from megatron_dppo.weight_sync.engines import (
     GRACE_S,
     Digests,
     Engines,
+    foreign_host,
     meeting_address,
-    on_this_host,
     require_routable,
 )
 from megatron_dppo.weight_sync.phases import Phases
@@ -104,13 +103,12 @@ class ServerFacts(NamedTuple):
         """Return the host of each engine rank's server, its first one; None for this process's host."""
         hosts: list[str | None] = []
         for url, layout in zip(self.urls, self.layouts, strict=True):
-            host = None if on_this_host(url) else str(urlsplit(url).hostname)
-            hosts += [host] * layout.tensor
+            hosts += [foreign_host(url)] * layout.tensor
         return hosts
 
 
 class Shards:
-    """What one trainer rank sends in an update.
+    """The messages that one trainer rank sends in an update: packed, hashed, and their checksums combined.
 
     Attributes:
         plan: the plan.
@@ -426,6 +424,10 @@ class _Rendezvous(NamedTuple):
     name: str
     backend: str
 
+    def call_off(self) -> None:
+        """Make all ranks of the group stop waiting. Never raises."""
+        call_off(self.address, self.port)
+
 
 class ShardStrategy(Strategy):
     """Sends messages of a plan from one trainer rank, and as rank 0 controls the engines.
@@ -467,7 +469,7 @@ class ShardStrategy(Strategy):
 
     @property
     def shards(self) -> Shards:
-        """What this rank sends to the attached engines."""
+        """The messages of this rank to the attached engines."""
         assert self._planned is not None
         return self._planned
 
@@ -539,7 +541,7 @@ class ShardStrategy(Strategy):
             self._join(point)
         except BaseException:
             # The other ranks wait for this one.
-            call_off(point.address, point.port)
+            point.call_off()
             raise
 
     def _join(self, point: _Rendezvous) -> None:
@@ -568,8 +570,7 @@ class ShardStrategy(Strategy):
             lambda engine: engine.open_group(*point, first_rank=ranks[engine.url], size=size)
         )
         step = f"opening the group {point.name}"
-        break_off = partial(call_off, point.address, point.port)
-        engines.arrive(calls, self.config.timeout_s, step, break_off, is_called_off)
+        engines.arrive(calls, self.config.timeout_s, step, point.call_off, is_called_off)
 
     def _receive(self, engines: Engines, point: _Rendezvous) -> None:
         """Have every engine receive its messages."""
@@ -584,8 +585,7 @@ class ShardStrategy(Strategy):
         header = WireHeader((SHARDS, text), ("uint8", "uint8"), ((0,), (0,)), 0)
         calls = engines.start(lambda engine: engine.receive(header, point.name))
         # A request that hangs may outlive its group. It must not call the next group off.
-        break_off = partial(call_off, point.address, point.port)
-        engines.arrive(calls, self.config.timeout_s, "the transfer of all weights", break_off)
+        engines.arrive(calls, self.config.timeout_s, "the transfer of all weights", point.call_off)
 
     def _call_off(self) -> None:
         """Make all ranks of the group stop waiting."""

@@ -45,8 +45,11 @@ class BucketStrategy(Strategy):
         super().__init__(source, config)
         self.dtype: torch.dtype = getattr(torch, source.dtype_name)
         self.buckets: Plan = source.plan(self.bucket_bytes, spread=self.spread)
+        self._whole_bytes = 0
 
     def attach(self, engines: Engines) -> None:
+        if self.rank == 0:
+            self._whole_bytes = self._count_bytes(engines)
         if self.sent_weights is not None:
             # The engines' loaders decide the form of buckets.
             self.sent_weights = SentWeights()
@@ -123,10 +126,11 @@ class BucketStrategy(Strategy):
 
     @property
     def whole_bytes(self) -> int:
-        if self.engines is None:
-            return 0
-        first = self.engines.first
-        return sum(first.planned_header(bucket).bytes for bucket in self.buckets)
+        return self._whole_bytes
+
+    def _count_bytes(self, engines: Engines) -> int:
+        """Return the bytes of all buckets in the form that ``engines`` receive."""
+        return sum(engines.first.planned_header(bucket).bytes for bucket in self.buckets)
 
     @property
     def foreign_hosts(self) -> list[str]:

@@ -13,7 +13,7 @@ from megatron_dppo.weight_sync.source import WeightSource
 
 
 class Streamed(NamedTuple):
-    """What one rank did in a stream of weights.
+    """The bytes and checksums of one rank in a stream of weights.
 
     Attributes:
         sent: bytes that it sent to engines.

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.links import (
+    BUSY_CONNECT_S,
     Link,
     connect_store,
     in_background,
@@ -35,10 +36,6 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 _CANCEL_S = 5.0
 """An aborted group's rendezvous stays open for this time, so that its engine ranks can read the cancellation."""
-
-
-_CONNECT_S = 30.0
-"""Seconds in which a rank must reach the rendezvous of its group. A busy host takes seconds."""
 
 
 _BACKEND_SLACK = timedelta(seconds=30)
@@ -114,7 +111,7 @@ class WeightGroup:
     @cached_property
     def _watched_store(self) -> dist.TCPStore:
         """A connection to the rendezvous in which no call waits. The thread that joins waits in ``_store``."""
-        return connect_store(self.address, self.port, _CONNECT_S)
+        return connect_store(self.address, self.port, BUSY_CONNECT_S)
 
     def is_called_off(self) -> bool:
         """Return whether a rank has called the transfer off."""

@@ -59,8 +59,8 @@ def check_step(directory: Path, step: int) -> list[Trajectory]:
     (record,) = [r for r in records_of(directory) if r["step"] == step]
     gaps = [np.abs(t.column("loss_log_probs") - t.column("rollout_log_probs")).max() for t in batch]
     assert max(gaps) < 5e-6
-    # A router whose scores are nearly equal may choose another expert in the trainer.
-    assert record["r3/agreement_first"] > 0.999
+    # Of about 21,000 choices, one between nearly equal scores may differ in the trainer.
+    assert record["r3/agreement_first"] > 0.9999
     assert record["r3/unrecorded_share"] == record["r3/discarded_tokens"] == 0
     assert record["policy/tokens"] == sum(t.sampled for t in batch)
     # Branches do not change the number of responses, and each token has its response's advantage.

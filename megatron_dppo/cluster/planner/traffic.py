@@ -74,25 +74,24 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
     if trainer.trained is not None:
         trained_elements = trainer.trained.elements(trainer.shape)
     state_bytes = trainer.checkpoint_bytes(trained_elements)
+    engine = facts.engine
     if facts.spec.model.sends_adapters:
         update_bytes = received_bytes = trained_elements * trainer.item_bytes
         messages = 1
         seconds = 2 * update_bytes / storage
-    else:
+    elif facts.sends_shards:
         update_bytes = _sent_bytes(facts)
-        received_bytes = update_bytes
-        engine = facts.engine
-        if facts.sends_shards:
-            received_bytes = kept_bytes(
-                trainer.shape, engine.layout, trainer.item_bytes, quantized=engine.is_quantized
-            )
+        received_bytes = kept_bytes(
+            trainer.shape, engine.layout, trainer.item_bytes, quantized=engine.is_quantized
+        )
         messages = math.ceil(received_bytes / facts.bucket_bytes)
-        if facts.sends_shards:
-            travel = received_bytes / messages / (device.network * MESSAGE_EFFICIENCY)
-            seconds = (messages + engine.started - 1) * max(travel, MESSAGE_LATENCY)
-        else:
-            travel = received_bytes / (device.network * BUCKET_EFFICIENCY)
-            seconds = travel + messages * BUCKET_LATENCY
+        travel = received_bytes / messages / (device.network * MESSAGE_EFFICIENCY)
+        seconds = (messages + engine.started - 1) * max(travel, MESSAGE_LATENCY)
+    else:
+        update_bytes = received_bytes = _sent_bytes(facts)
+        messages = math.ceil(received_bytes / facts.bucket_bytes)
+        travel = received_bytes / (device.network * BUCKET_EFFICIENCY)
+        seconds = travel + messages * BUCKET_LATENCY
     return Traffic(
         update=update_bytes,
         received=received_bytes,

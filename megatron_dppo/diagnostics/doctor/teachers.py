@@ -40,12 +40,14 @@ class TeacherCase:
         config: configuration of the teacher's servers.
         positions: positions of the responses in the run's batch.
         batch: the responses as the teacher sees them.
+        vocabulary: size of the teacher's vocabulary.
     """
 
     name: str
     config: TrainConfig
     positions: Sequence[int]
     batch: Sequence[Trajectory]
+    vocabulary: int
 
     @property
     def folder(self) -> Path:
@@ -82,13 +84,12 @@ class TeacherCase:
         return urls + [server.url for server in servers if server.teacher == self.name]
 
     async def _scores_by(self, url: str) -> list[np.ndarray]:
-        vocabulary = load_model_shape(self.folder).vocab_size
         keys = Keys.of_environment()
         async with EngineClient(url, keys.api, ca_file=self.config.engine.ca_file) as client:
             score = partial(scores_by, client)
             async with asyncio.timeout(self.config.distillation.request_timeout_s):
                 rows = await asyncio.gather(
-                    *(score_response(score, t, 0, vocabulary) for t in self.batch)
+                    *(score_response(score, t, 0, self.vocabulary) for t in self.batch)
                 )
         return [columns[COLUMN] for columns in rows]
 
@@ -112,5 +113,6 @@ def teacher_cases(
     for name, seen in seen_by.items():
         shape = load_model_shape(config.distillation.teachers[name].hf_checkpoint)
         serving = serving_config(config, name, shape)
-        cases.append(TeacherCase(name, serving, list(seen), list(seen.values())))
+        batch_seen = list(seen.values())
+        cases.append(TeacherCase(name, serving, list(seen), batch_seen, shape.vocab_size))
     return cases
