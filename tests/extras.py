@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -15,10 +16,19 @@ import venv
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.patience import run_patiently
 from tests.ranks import ROOT
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_dppo"
+
+
+LACKS_REASONING_GYM = importlib.util.find_spec("reasoning_gym") is None and not os.environ.get("CI")
+"""Whether tests of reasoning-gym, and of GEM, which imports it, are skipped. If ``CI`` is set, they fail instead."""
+NEEDS_REASONING_GYM = pytest.mark.skipif(
+    LACKS_REASONING_GYM, reason="reasoning-gym is not installed: make setup said why"
+)
 
 
 def extra_packages(name: str) -> Path:

@@ -20,7 +20,7 @@ from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import Environment, EnvironmentFaultError, Step, Turn
 from megatron_dppo.environments.over_http import OverHttp
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
-from tests.extras import extra_packages, python_of
+from tests.extras import LACKS_REASONING_GYM, extra_packages, python_of
 from tests.ranks import ROOT
 
 KEY, VARIABLE = "5c0ffee5-games", "MEGATRON_DPPO_TEST_GAMES_KEY"
@@ -41,15 +41,24 @@ def serve(python: str | Path, path: Path, *words: str) -> Iterator[str]:
             server.kill()
 
 
+@contextmanager
+def serve_gem(game: str) -> Iterator[str]:
+    """Start a server of a game of GEM, which imports reasoning-gym. Yields its address."""
+    if LACKS_REASONING_GYM:
+        pytest.skip("reasoning-gym is not installed: make setup said why")
+    with serve(sys.executable, extra_packages("gem"), "gem", game) as url:
+        yield url
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serve(sys.executable, extra_packages("gem"), "gem", "game:GuessTheNumber-v0-easy") as url:
+    with serve_gem("game:GuessTheNumber-v0-easy") as url:
         yield url
 
 
 @pytest.fixture(scope="module")
 def sudoku_url() -> Iterator[str]:
-    with serve(sys.executable, extra_packages("gem"), "gem", "game:Sudoku-v0-easy") as url:
+    with serve_gem("game:Sudoku-v0-easy") as url:
         yield url
 
 

@@ -21,6 +21,7 @@ from megatron_dppo.environments.turn_template import TurnTemplate, TurnTemplateE
 from megatron_dppo.launch.library_checks import check_everything
 from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.system.network import host_fault, url_fault
+from tests.extras import NEEDS_REASONING_GYM
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.config_files import minimal, write_config
 
@@ -110,7 +111,7 @@ JUDGE = {"url": "http://127.0.0.1:1", "model": "m"}
         ("judge", {**JUDGE, "request": [1]}, "request"),
         ("judge", {**JUDGE, "model": 5}, "model"),
         ("reward_model", {"url": 5, "tokenizer": "t"}, "url"),
-        ("reasoning_gym", {"answer_in": 5}, "answer_in"),
+        pytest.param("reasoning_gym", {"answer_in": 5}, "answer_in", marks=NEEDS_REASONING_GYM),
     ],
 )
 def test_a_rewards_option_of_another_type_is_named(tmp_path, name, options, key):

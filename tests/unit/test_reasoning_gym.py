@@ -3,16 +3,16 @@ and the verifier. Without the package the tests are skipped; if ``CI`` is set, t
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("reasoning_gym") is None and not os.environ.get("CI"):
+from tests.extras import LACKS_REASONING_GYM
+
+if LACKS_REASONING_GYM:
     pytest.skip("reasoning-gym is not installed: make setup said why", allow_module_level=True)
 
 from megatron_dppo.data.problems import PromptForm, load_problems

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +11,10 @@ import pytest
 
 from megatron_dppo.diagnostics.data import main
 from megatron_dppo.rewards import find_reward
+from tests.extras import NEEDS_REASONING_GYM
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("reasoning_gym") is None and not os.environ.get("CI"),
-    reason="reasoning-gym is not installed: make setup said why",
-)
+@NEEDS_REASONING_GYM
 def test_a_task_s_problems_are_written(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     words = ["generate", "arc_1d", "--count", "2", "--seed", "5", "--config", "max_size=12"]
