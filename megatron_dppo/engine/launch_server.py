@@ -44,7 +44,12 @@ from megatron_dppo.engine.adapter_digests import VARIABLE, register_digests
 from megatron_dppo.engine.options import HOSTS_VARIABLE
 from megatron_dppo.system import interfaces, network, ports, processes, scratch, secret_variables
 from megatron_dppo.system.gpus import has_visible_gpu
-from megatron_dppo.system.toolkit import leave_out_transformer_engine, offer_runtime, offer_tools
+from megatron_dppo.system.toolkit import (
+    leave_out_transformer_engine,
+    offer_runtime,
+    offer_toolkit,
+    tool_path,
+)
 
 _NAME_VARIABLE = "MEGATRON_DPPO_PRIVATE_NAME"
 _PRIVATE_UMASK = 0o077
@@ -231,9 +236,10 @@ def main() -> None:
     secret_variables.hide_secrets()
     keys = json.load(sys.stdin)
     leave_out_transformer_engine(os.environ)
-    # SGLang looks for ninja on PATH, and for CUDA's toolkit in CUDA_HOME. So first set both variables for this machine.
+    # SGLang compiles kernels and the trie of NGRAM drafts with the ninja on PATH. A virtual environment has its own.
+    os.environ["PATH"] = tool_path(os.environ)
     if has_visible_gpu():
-        tool_messages = [*offer_tools(os.environ), *offer_runtime(os.environ)]
+        tool_messages = [*offer_toolkit(os.environ), *offer_runtime(os.environ)]
         print(*tool_messages, sep="\n", flush=True)
     # Spawned processes read this variable, and end with this process.
     os.environ[_PARENT_VARIABLE] = str(os.getpid())

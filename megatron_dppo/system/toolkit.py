@@ -69,12 +69,8 @@ def toolkit_version(home: Path) -> str | None:
     return release and release.group(1)
 
 
-def offer_tools(environment: MutableMapping[str, str]) -> list[str]:
-    """Set PATH and CUDA_HOME for this process's libraries and child processes.
-
-    Returns the lines for the log: one line about CUDA_HOME.
-    """
-    environment["PATH"] = tool_path(environment)
+def offer_toolkit(environment: MutableMapping[str, str]) -> list[str]:
+    """Set CUDA_HOME for this process's libraries and child processes. Returns the lines for the log."""
     home = toolkit_home(environment)
     if home is None:
         return ["CUDA_HOME is not set: no nvcc on PATH or in /usr/local/cuda"]

@@ -143,7 +143,8 @@ def prepare() -> None:
     # Set the variables before the first CUDA call: CUDA reads some of them only once.
     if any(gpus.DEVICES.glob("nvidia[0-9]*")):
         _environment_lines.extend(set_missing_variables(os.environ))
-        _environment_lines.extend(toolkit.offer_tools(os.environ))
+        os.environ["PATH"] = toolkit.tool_path(os.environ)
+        _environment_lines.extend(toolkit.offer_toolkit(os.environ))
         _environment_lines.extend(toolkit.offer_cudnn(os.environ))
         if has_transformer_engine():
             _environment_lines.extend(toolkit.load_cudnn(os.environ))

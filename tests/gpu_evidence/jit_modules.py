@@ -37,9 +37,10 @@ the server calls."""
 def main() -> None:
     """Build a module with this machine's toolkit and load it."""
     name, folder = sys.argv[1:]
-    from megatron_dppo.system.toolkit import offer_tools
+    from megatron_dppo.system.toolkit import offer_toolkit, tool_path
 
-    offer_tools(os.environ)
+    os.environ["PATH"] = tool_path(os.environ)
+    offer_toolkit(os.environ)
     os.environ["SGLANG_JIT_CACHE_DIR"] = folder
     import torch
     from sglang.kernels.jit.utils import override_jit_cuda_arch
