@@ -187,10 +187,11 @@ class Distillation:
             slope = torch.where(
                 decisions.trains, -decisions.capped * teacher_inputs.advantages, 0.0
             )
+            metrics = sums.metrics.add(metric_names.LOSS, slope.sum(dtype=torch.float64))
             if token_scale is not None:
                 slope = slope * token_scale.to(slope.dtype)
         term = slope.sum() + with_slope(inputs.log_probs, slope)
-        return inputs, replace(sums, loss=sums.loss + term)
+        return inputs, replace(sums, loss=sums.loss + term, metrics=metrics)
 
     def _distance(
         self,
@@ -222,12 +223,14 @@ class Distillation:
                 metric_names.TEACHER_MASKED: (inputs.loss_mask & ~is_counted).sum().double(),
                 metric_names.TEACHER_TOPK_MASS: _total(inputs.loss_mask, mass),
             }
-            factor = torch.where(is_counted, self.weight, 0.0).double()
+            value = torch.where(is_counted, self.weight * distance, 0.0)
+            slopes = torch.where(is_counted[..., None], self.weight * slopes, 0.0)
+            metrics[metric_names.LOSS] = value.sum()
             if token_scale is not None:
-                factor = factor * token_scale.double()
-            value = torch.where(is_counted, factor * distance, 0.0).sum()
-            slopes = torch.where(is_counted[..., None], factor[..., None] * slopes, 0.0)
-        term = value.to(inputs.log_probs.dtype) + with_slope(log_pi, slopes)
+                scale = token_scale.double()
+                value = scale * value
+                slopes = scale[..., None] * slopes
+        term = value.sum().to(inputs.log_probs.dtype) + with_slope(log_pi, slopes)
         metrics_sums = sums.metrics + MetricSums(sums=metrics)
         return inputs, replace(sums, loss=sums.loss + term, metrics=metrics_sums)
 

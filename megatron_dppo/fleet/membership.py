@@ -128,7 +128,7 @@ class Examination:
 
     def __str__(self) -> str:
         if self.state == "fits":
-            return "fits; joins at the next weight update"
+            return "fits"
         if self.state == "refused":
             return f"refused: {self.reason}"
         return f"not yet usable, asked again every {ASK_AGAIN_S:.0f} s: {self.reason}"
@@ -161,9 +161,9 @@ class ServerState:
             return "serves"
         if reason := self.quarantined or self.lost:
             return reason
-        if self.examination is not None:
+        if self.examination is not None and self.examination.state != "fits":
             return str(self.examination)
-        if server.replaceable:
+        if server.replaceable or self.examination is not None:
             return "joins at the next weight update"
         return NOT_EXAMINED
 
@@ -183,10 +183,11 @@ class ServerStates(dict[Server, ServerState]):
 
 @dataclass(eq=False)
 class Examiner:
-    """Rank 0's examination of the attached servers of a run: whether they fit, and why not.
+    """The examination of servers: whether they fit the run, and why not. Rank 0 examines attached servers, and each
+    leader examines the servers of teachers.
 
     A server that does not answer is examined again later. If a retry can't mend an error, the server is refused until
-    the server is attached anew. The coroutines run on one event loop.
+    the server is attached or started anew. The coroutines run on one event loop.
 
     Args:
         states: stores the examinations; members are not examined.

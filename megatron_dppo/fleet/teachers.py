@@ -1,8 +1,9 @@
 """One rank's use of a teacher's servers: the list of servers, calls with retries, and the checks at the start.
 
 A server that dies or hangs is reported to the supervisor, and its calls are sent to another server or, after a restart,
-to its next incarnation. A server that joins or restarts later passes the same checks before it is used. No weight
-update reaches these servers.
+to its next incarnation. A server that joins or restarts later passes the same checks before it is used; meanwhile calls
+go to the other servers. A server that is refused is not examined again: its next incarnation is. No weight update
+reaches these servers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron_dppo.engine.running_server import check_engine
 from megatron_dppo.engine.token_scores import ScoredTokens
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.endpoint import RecordClient
-from megatron_dppo.fleet.membership import Member, client_of
+from megatron_dppo.fleet.membership import Examiner, Member, ServerStates, client_of
 from megatron_dppo.fleet.record import Server, attached_name
 from megatron_dppo.spec import TeacherSpec
 
@@ -72,14 +73,18 @@ class TeacherClient:
         self._slots = asyncio.Semaphore(concurrency)
         self._fleet = FleetClient(record.report_lost)
         self._members: list[Member] = []
+        self._states = ServerStates()
+        self._examiner = Examiner(record, engine, self._states, self._examine, lambda: None)
+        self._update: asyncio.Task[None] | None = None
+        """The update of ``_members`` that runs, or whose result is not read yet."""
         self._updated_at = 0.0
-        self._updating = asyncio.Lock()
+        self._is_starting = False
+        """Whether a server that is refused ends the start."""
         self._sequences: Sequence[ScoredTokens] = ()
         self._expected: Sequence[Sequence[float]] | None = None
         """Log-probabilities of ``_sequences``; None before the start's checks."""
         self._origin = ""
         """The origin of ``_expected``, for messages."""
-        self._refusals: set[str] = set()
 
     async def score(self, tokens: ScoredTokens) -> dict[str, np.ndarray]:
         """Return the columns of ``tokens``.
@@ -112,11 +117,14 @@ class TeacherClient:
         raise AssertionError("unreachable")
 
     async def wait_for_server(self) -> None:
-        """Wait until a server of the teacher is available. Raises EngineLostError after ``engine.start_timeout_s``."""
+        """Wait until a server of the teacher is available. Raises EngineLostError after ``engine.start_timeout_s``.
+
+        A call that has a server does not wait until others are examined.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._engine.start_timeout_s
         while True:
-            await self._update_members()
+            self._follow_servers()
             if self._fleet.has_servers:
                 return
             if self._stop():
@@ -124,49 +132,75 @@ class TeacherClient:
             if loop.time() > deadline:
                 raise errors.EngineLostError(
                     f"no server within {self._engine.start_timeout_s:g} s (engine.start_timeout_s)"
+                    f"{self._reasons()}"
                 )
-            await asyncio.sleep(_PAUSE_S)
+            assert self._update is not None
+            await asyncio.wait([self._update], timeout=_PAUSE_S)
+            if not self._fleet.has_servers:
+                await asyncio.sleep(_PAUSE_S)
+
+    def _follow_servers(self) -> None:
+        """Start an update of the members if one is due and none runs. Raises the errors of the last update."""
+        if self._update is not None:
+            if not self._update.done():
+                return
+            update = self._update
+            self._update = None
+            update.result()
+        losses = self._fleet.take_losses()
+        is_due = asyncio.get_running_loop().time() > self._updated_at + _REREAD_S
+        if self._fleet.has_servers and not losses and (self._is_complete or not is_due):
+            return
+        for member in self._members:
+            if member.server.name in losses:
+                # Its process may be another one when it answers again.
+                self._states.pop(member.server, None)
+        self._members = [m for m in self._members if m.server.name not in losses]
+        self._update = asyncio.create_task(self._update_members())
 
     async def _update_members(self) -> None:
-        """Use the servers that are published now and the attached ones, without those that do not answer."""
-        async with self._updating:
-            losses = self._fleet.take_losses()
-            is_due = asyncio.get_running_loop().time() > self._updated_at + _REREAD_S
-            if self._fleet.has_servers and not losses and (self._is_complete or not is_due):
-                return
-            self._members = [m for m in self._members if m.server.name not in losses]
-            published = await asyncio.to_thread(self._record.teachers)
-            urls = self._teacher.servers.urls
-            servers = [server for server in published if server.teacher == self.name]
-            servers += [Server(attached_name(url), url, origin="config") for url in urls]
-            members: list[Member] = []
-            for server in servers:
-                member = Member.of(server, self._record.keys(server), self._engine)
-                # A server that hangs is published until the supervisor has killed it.
-                if member in self._members or await self._is_usable(member):
-                    members.append(member)
-            if members != self._members or losses:
-                await self._fleet.serve(members, FIRST_WEIGHT_VERSION)
-            self._members = members
-            self._updated_at = asyncio.get_running_loop().time()
+        """Use the servers that are published now and the attached ones, if they pass the checks."""
+        published = await asyncio.to_thread(self._record.teachers)
+        urls = self._teacher.servers.urls
+        servers = [server for server in published if server.teacher == self.name]
+        servers += [Server(attached_name(url), url, origin="config") for url in urls]
+        self._states.keep(servers)
+        members: list[Member] = []
+        for server in servers:
+            member = Member.of(server, self._record.keys(server), self._engine)
+            if member in self._members or await self._fits(server):
+                members.append(member)
+        if members != self._members:
+            await self._fleet.serve(members, FIRST_WEIGHT_VERSION)
+        self._members = members
+        self._updated_at = asyncio.get_running_loop().time()
 
-    async def _is_usable(self, member: Member) -> bool:
-        """Whether a new server generates, and, once the start's servers are checked, passes the checks."""
+    async def _fits(self, server: Server) -> bool:
+        """Whether a server passes the checks. Raises EngineMismatchError at the start for a server that is refused."""
+        examination = await self._examiner.examine(server, at_once=not self._fleet.has_servers)
+        if examination.state == "refused" and self._is_starting:
+            raise errors.EngineMismatchError(examination.reason)
+        return examination.state == "fits"
+
+    async def _examine(self, member: Member) -> None:
+        """Raise EngineError for a new server that generates nothing, or that fails the checks."""
+        limit = self._engine.hang_timeout_s
         async with client_of(member) as client:
+            # A server that hangs is published until the supervisor has killed it.
             if not await client.is_generating():
-                return False
-            if self._expected is None:
-                return True
+                raise errors.EngineLostError(f"{client.url} generates nothing")
             try:
-                async with asyncio.timeout(self._engine.hang_timeout_s):
+                async with asyncio.timeout(limit):
                     await self._check_server(client)
-            except (errors.EngineError, TimeoutError) as error:
-                reason = str(error) or f"{client.url}: no answer to the checks"
-                if reason not in self._refusals:
-                    log.warning("teacher %s: a server is not used: %s", self.name, reason)
-                self._refusals.add(reason)
-                return False
-            return True
+            except TimeoutError as error:
+                raise errors.EngineLostError(
+                    f"{client.url}: no scores within {limit:g} s (engine.hang_timeout_s)"
+                ) from error
+
+    def _reasons(self) -> str:
+        """Return why servers are not used, for messages."""
+        examinations = {server.name: state.examination for server, state in self._states.items()}
+        return "".join(f"; {name}: {examination}" for name, examination in examinations.items())
 
     @property
     def _is_complete(self) -> bool:
@@ -191,18 +225,10 @@ class TeacherClient:
         and for a server of other weights: its log-probabilities differ, by more than rounding explains, from
         ``earlier`` or from those of the teacher's first server.
         """
-        await self.wait_for_server()
         self.expect(sequences, earlier, "at an earlier start of this run")
-        for member in self._members:
-            async with client_of(member) as client:
-                try:
-                    async with asyncio.timeout(self._engine.hang_timeout_s):
-                        await self._check_server(client)
-                except TimeoutError as error:
-                    limit = self._engine.hang_timeout_s
-                    raise errors.EngineLostError(
-                        f"{client.url}: no scores within {limit:g} s (engine.hang_timeout_s)"
-                    ) from error
+        self._is_starting = True
+        await self.wait_for_server()
+        self._is_starting = False
         return [list(row) for row in self._expected or ()]
 
     def expect(
@@ -277,6 +303,9 @@ class TeacherClient:
 
     async def close(self) -> None:
         """Close the connections."""
+        if self._update is not None:
+            self._update.cancel()
+            await asyncio.wait([self._update])
         await self._fleet.close()
 
 

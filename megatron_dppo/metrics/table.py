@@ -57,7 +57,8 @@ FREQUENCY_EVIDENCE = _metric(
 TRAINED_TOKENS = _metric("policy/tokens", "tokens that train: loss_mask is True")
 LOSS = _metric(
     "loss/sum",
-    "mean over trained tokens of -M min(w, C) A (mask M, weight w, its cap C, advantage A)",
+    "mean over trained tokens of -M min(w, C) A (mask M, weight w, its cap C, advantage A), and of the loss that "
+    "distillation.loss adds",
     TRAINED_TOKENS,
     recorded_as="loss/mean",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -28,8 +29,9 @@ from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineAnswerError, EngineMismatchError, EngineRequestError
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.token_scores import ScoredTokens
-from megatron_dppo.fleet.endpoint import RecordClient
-from megatron_dppo.fleet.record import API_KEY_VARIABLE
+from megatron_dppo.fleet import teachers
+from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient
+from megatron_dppo.fleet.record import API_KEY_VARIABLE, FleetRecord, Server
 from megatron_dppo.fleet.teachers import TeacherClient
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.teachers import Teachers, require_columns
@@ -42,6 +44,7 @@ from tests.integration.runs import TrainingRun, write_material
 from tests.integration.shared_launcher import shared_runtime
 from tests.patience import wait_healthy
 from tests.tiny_models import save_tiny_model
+from tests.unit.small_fleet import KEYS, SmallServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -442,7 +445,7 @@ def test_servers_of_one_teacher_have_the_same_weights(
     stale_url: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """At the start, another server is refused. Later it is not used, and a warning names it once."""
+    """At the start, another server is refused. Later it is not used, and a warning of each client names it once."""
     given = f"distillation.teachers.far.urls=[{url}, {stale_url}]"
     config = load_config(far_teacher, [given, "engine.servers=0"])
     (spec,) = RunSpec.of_checked(config).teachers
@@ -460,8 +463,56 @@ def test_servers_of_one_teacher_have_the_same_weights(
             columns = runner.run(client.score(tokens))
             np.testing.assert_allclose(columns["teacher_log_probs"], of_tokens, atol=1e-5, rtol=0)
         runner.run(client.close())
-    refusal = f"a server is not used: teacher far at {stale_url}: got log-probabilities that differ"
-    assert caplog.text.count(refusal) == 1
+    refusal = f"refused: teacher far at {stale_url}: got log-probabilities that differ"
+    assert caplog.text.count(refusal) == 2
+
+
+def test_calls_go_on_while_another_server_is_examined(
+    far_teacher: Path,
+    reference: PreTrainedModel,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another program at a server's address hangs in the examination, then is refused; its next start is examined."""
+    monkeypatch.setattr(teachers, "_REREAD_S", 0.0)
+    given = ["distillation.teachers.far.servers=1", "engine.hang_timeout_s=600"]
+    config = load_config(far_teacher, given)
+    (spec,) = RunSpec.of_checked(config).teachers
+    tokens = ScoredTokens(SEQUENCES[1], 5, top_k=3, vocabulary=512)
+    expected = log_probs_of(reference, SEQUENCES[1])[4:]
+    of_tokens = expected.gather(1, torch.tensor(SEQUENCES[1][5:])[:, None])[:, 0].tolist()
+    published = FleetRecord(tmp_path / "published")
+    with FleetEndpoint(published, "admin", "127.0.0.1") as endpoint, AsyncRunner() as runner:
+        client = client_of(spec, RecordClient(endpoint.url, KEYS), config)
+        client.expect([tokens], [of_tokens], "at the run's start")
+
+        def score() -> None:
+            columns = runner.run(asyncio.wait_for(client.score(tokens), 100))
+            np.testing.assert_allclose(columns["teacher_log_probs"], of_tokens, atol=1e-5, rtol=0)
+
+        score()
+        other = runner.run(SmallServer("other").start())
+        other.deaf.add("/server_info")
+        server = Server("teacher-far-0", other.url, 1, teacher="far")
+        published.publish(server)
+        while not other.asked["/health_generate"]:
+            score()
+        score()
+        assert other.asked["/server_info"] == 0
+        other.deaf.clear()
+        while "refused" not in caplog.text:
+            score()
+        for _ in range(5):
+            score()
+        assert other.asked["/server_info"] == 1
+        published.publish(replace(server, incarnation=2))
+        while caplog.text.count("refused") == 1:
+            score()
+        assert other.asked["/server_info"] == 2
+        runner.run(client.close())
+        runner.run(other.die())
 
 
 def test_a_plain_batch_has_no_scores_to_replay() -> None:

@@ -95,6 +95,7 @@ class SmallServer:
 
     async def _health(self, request: web.Request) -> web.Response:
         await self._wait_while_silent(request.path)
+        self.asked[request.path] += 1
         return web.Response()
 
     async def _abort(self, request: web.Request) -> web.Response:

@@ -279,6 +279,34 @@ def test_rewards_and_distances_add_up(loss):
     assert effective.advantages.tolist() == advantages
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # 0.5 ln(0.5 / 0.8) + 0.3 ln(0.3 / 0.1) + 0.2 ln(0.2 / 0.1) = 0.233211
+        ({"loss": "reverse", "rewards": False}, 2 * 0.233211),
+        ({"loss": "reverse"}, -1 + 2 * 0.233211),
+        # 0.8 ln(0.8 / 0.5) + 0.1 ln(0.1 / 0.3) + 0.1 ln(0.1 / 0.2) = 0.196827
+        ({"loss": "forward", "rewards": False}, 2 * 0.196827),
+        # ln(0.8 / 0.5) = 0.470004
+        ({"loss": "sampled", "rewards": False}, -2 * 0.470004),
+        ({"loss": "sampled"}, -1 - 2 * 0.470004),
+        ({"loss": "sampled", "masked": False}, -1 - 2 * 0.470004),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_the_loss_that_is_recorded_has_the_teachers_part(settings, expected, scale):
+    """One token of advantage 1 on policy. Token factors are left out, as in the record of the algorithm's own loss."""
+    tokens = inputs([0.5], [0.5], [1.0])
+    log_pi = torch.stack([logs(0.3), tokens.log_probs], 1)
+    valid = torch.ones(1, 2, dtype=torch.bool)
+    scores = TeacherScores(logs(0.8), log_pi, logs(0.1, 0.8)[None], valid)
+    token_scale = None if scale is None else torch.tensor([scale], dtype=torch.float64)
+    _, sums = Distillation(MASKED, weight=2.0, **settings).sums(tokens, scores, token_scale)
+    assert float(sums.metrics.sums[names.LOSS]) == pytest.approx(expected, abs=1e-5)
+    assert float(sums.loss.detach()) == pytest.approx((scale or 1) * expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("loss", ["sampled", "reverse", "forward"])
 def test_a_tokens_factor_multiplies_the_teachers_part(loss):
     build = partial(Distillation, MASKED, loss, rewards=False)
