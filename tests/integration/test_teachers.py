@@ -274,7 +274,8 @@ def _check_doctor(directory: Path, problems: dict[int, Problem]) -> None:
     """The doctor finds nothing in a run; in a copy whose scores are moved by a token, it names teacher and tokens."""
     axes = axes_by_doctor(directory)
     assert set(axes.values()) == {"healthy"}
-    assert axes.keys() == {"engine", "trainer", "teacher big", "teacher same"}
+    names = [f"teacher {name}{columns}" for name in ("big", "same") for columns in ("", ", Top-K")]
+    assert axes.keys() == {"engine", "trainer", *names}
     assert axes_by_doctor(directory, "--no-teachers").keys() == {"engine", "trainer"}
     moved_run = directory.parent / "moved"
     # The saved scores of "same" belong to the token before each token.
@@ -283,9 +284,14 @@ def _check_doctor(directory: Path, problems: dict[int, Problem]) -> None:
         if problems[response.problem_id].metadata["teacher"] == "same":
             moved = np.roll(response.column("teacher_log_probs"), 1)
             batch[number] = response.with_columns(teacher_log_probs=moved)
+        else:
+            # The ids of "big" belong to the token before each token, too.
+            ids = np.roll(response.column("teacher_topk_ids"), 1, axis=0)
+            batch[number] = response.with_columns(teacher_topk_ids=ids)
     save_batch(moved_run / "rollouts", 1, batch)
     shutil.copy(directory / "config.yaml", moved_run)
-    assert axes_by_doctor(moved_run) == axes | {"teacher same": "tokens"}
+    moved_axes = {"teacher same": "tokens", "teacher big, Top-K": "unexplained"}
+    assert axes_by_doctor(moved_run) == axes | moved_axes
     sides = json.loads((moved_run / "doctor.json").read_text())["sides"]
     (tokens,) = [side["tokens"] for side in sides if side["side"] == "teacher same"]
     for token in tokens:

@@ -46,6 +46,10 @@ MICRO_BATCH = 2048
 """Largest number of tokens in one forward pass, padding included."""
 
 
+Reading = Callable[[Trajectory, Tensor], Tensor]
+"""(response, log p of all ids at its N sampled tokens [N, V]) -> the log p that a side is compared by [N]."""
+
+
 @dataclass(frozen=True)
 class Side:
     """The engine or the trainer, with the probabilities that it computed with the weights of ``version``.
@@ -180,13 +184,20 @@ def _columns(batch: Sequence[Trajectory], indices: Sequence[int], name: str) -> 
     return tuple(torch.from_numpy(batch[i].column(name).astype(np.float64)) for i in indices)
 
 
+def of_sampled(t: Trajectory, log_probs: Tensor) -> Tensor:
+    """Return log p of the sampled tokens. It is a Reading."""
+    ids = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
+    return log_probs.gather(-1, ids)[:, 0]
+
+
 def scores(
     reference: Reference,
     alternatives: Sequence[Alternative],
     batch: Sequence[Trajectory],
     advance: Callable[[], None] = lambda: None,
+    reading: Reading = of_sampled,
 ) -> dict[str, list[Tensor]]:
-    """Compute log p of the sampled tokens of each trajectory under each alternative of ``alternatives``.
+    """Compute ``reading`` of each trajectory under each alternative of ``alternatives``.
 
     Returns a list of float64 [N] tensors, one for each trajectory, by the alternative's name. ``advance`` is called
     after each pass.
@@ -200,9 +211,8 @@ def scores(
                 for t, logits in zip(
                     micro_batch, reference.sampled_logits(micro_batch), strict=True
                 ):
-                    ids = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
                     for alternative in members:
-                        log_probs = alternative.sampling(logits).gather(-1, ids)[:, 0]
+                        log_probs = reading(t, alternative.sampling(logits))
                         by_name[alternative.name].append(log_probs)
         advance()
     return by_name

@@ -25,7 +25,7 @@ from megatron_dppo.diagnostics.doctor import (
     teachers,
 )
 from megatron_dppo.diagnostics.doctor.causes import Alternative, SampledRun
-from megatron_dppo.diagnostics.doctor.diagnosis import Diagnosis, Side, TokenEvidence
+from megatron_dppo.diagnostics.doctor.diagnosis import Diagnosis, Reading, Side, TokenEvidence
 from megatron_dppo.diagnostics.doctor.engine_tensors import RankTensors, TensorFault, tensor_faults
 from megatron_dppo.diagnostics.doctor.ladder import Rung, log_probs_of, trainer_of
 from megatron_dppo.diagnostics.doctor.reference import KnownWeights, Reference
@@ -169,10 +169,17 @@ class Scores:
 
 
 class Doctor:
-    """Examine a batch with the known weights of its run. Each reference model is loaded when it is first needed."""
+    """Examine a batch with the known weights of its run. Each reference model is loaded when it is first needed.
+
+    ``reading``: what the sides have of each token.
+    """
 
     def __init__(
-        self, config: TrainConfig, batch: Sequence[Trajectory], weights: KnownWeights
+        self,
+        config: TrainConfig,
+        batch: Sequence[Trajectory],
+        weights: KnownWeights,
+        reading: Reading = diagnosis.of_sampled,
     ) -> None:
         self._config = config
         self._batch = batch
@@ -183,6 +190,7 @@ class Doctor:
             quantized=config.engine.quantization is not None,
         )
         self._weights = weights
+        self._reading = reading
         self._scores: dict[tuple[int, bool], Scores] = {}
         self._unexamined: dict[str, str] = {}
 
@@ -283,6 +291,11 @@ class Doctor:
             doctor = Doctor(case.config, case.batch, known_weights)
             try:
                 found = [doctor.examine(side) for side in case.sides(self._unexamined)]
+                if topk_side := case.topk_side():
+                    topk_doctor = Doctor(
+                        case.config, case.batch, known_weights, teachers.reference_topk_mass
+                    )
+                    found.append(topk_doctor.examine(topk_side))
             except (OSError, ValueError, RuntimeError) as error:
                 self._unexamined[f"teacher {case.name}"] = str(error)
                 continue
@@ -507,7 +520,9 @@ class Doctor:
     ) -> dict[str, list[Tensor]]:
         """Compute log p of the batch by each alternative; the progress bar shows ``name``."""
         with progress(f"scoring by {name}", len({c.change for c in some_alternatives})) as bar:
-            return diagnosis.scores(reference, some_alternatives, self._batch, bar.advance)
+            return diagnosis.scores(
+                reference, some_alternatives, self._batch, bar.advance, self._reading
+            )
 
     def _test_layout(
         self, side_diagnosis: Diagnosis, side: Side, plain: Sequence[Tensor]

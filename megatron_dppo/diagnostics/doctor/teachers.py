@@ -1,6 +1,7 @@
 """The scores of a run's teachers, as sides that the doctor compares with the teachers' own checkpoints.
 
-A teacher has a side for the scores that its batch was saved with, and a side for each of its servers that answers now.
+A teacher has a side for the scores that its batch was saved with, a side for the mass of the saved Top-K, and a side
+for each of its servers that answers now.
 The weights of a teacher count as version 0.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_dppo.config.distillation import serving_config
 from megatron_dppo.config.schema import TrainConfig
@@ -29,6 +31,8 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 
 COLUMN = "teacher_log_probs"
+TOPK_IDS = "teacher_topk_ids"
+TOPK_LOG_PROBS = "teacher_topk_log_probs"
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class TeacherCase:
 
     def sides(self, unexamined: dict[str, str]) -> Iterator[Side]:
         """Yield the saved scores, then each server's. If a server has none, the reason goes into ``unexamined``."""
-        name = f"teacher {self.name}"
+        name = self._side_name
         if all(COLUMN in t.columns for t in self.batch):
             yield self._side(name, [t.column(COLUMN) for t in self.batch])
         for url in self._urls(unexamined):
@@ -68,6 +72,20 @@ class TeacherCase:
                 unexamined[server_name] = str(error) or "no answer"
                 continue
             yield self._side(server_name, scores)
+
+    def topk_side(self) -> Side | None:
+        """Return the mass of the saved Top-K at each token; None if there is no Top-K, or some responses lack it."""
+        if not all({TOPK_IDS, TOPK_LOG_PROBS} <= t.columns.keys() for t in self.batch):
+            return None
+        masses: list[np.ndarray] = []
+        for t in self.batch:
+            log_probs = torch.from_numpy(t.column(TOPK_LOG_PROBS).astype(np.float64))
+            masses.append(_mass(t, log_probs).numpy())
+        return self._side(f"{self._side_name}, Top-K", masses)
+
+    @property
+    def _side_name(self) -> str:
+        return f"teacher {self.name}"
 
     def _side(self, name: str, scores: Sequence[np.ndarray]) -> Side:
         log_probs = tuple(torch.from_numpy(row.astype(np.float64)) for row in scores)
@@ -92,6 +110,18 @@ class TeacherCase:
                     *(score_response(score, t, 0, self.vocabulary) for t in self.batch)
                 )
         return [columns[COLUMN] for columns in rows]
+
+
+def reference_topk_mass(t: Trajectory, log_probs: Tensor) -> Tensor:
+    """Return log of the reference's mass on the ids of the saved Top-K. It is a Reading."""
+    ids = torch.from_numpy(t.column(TOPK_IDS).astype(np.int64))
+    return _mass(t, log_probs.gather(-1, ids.clamp(min=0)))
+
+
+def _mass(t: Trajectory, topk_log_probs: Tensor) -> Tensor:
+    """Return log of the mass of the Top-K at each token, [N]. ``topk_log_probs``: [N, K]."""
+    is_empty = torch.from_numpy(t.column(TOPK_IDS) < 0)
+    return topk_log_probs.masked_fill(is_empty, -torch.inf).logsumexp(-1)
 
 
 def teacher_cases(
