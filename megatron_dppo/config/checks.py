@@ -26,6 +26,7 @@ from megatron_dppo.config.lora import (
     lora_faults,
     updates_adapters,
 )
+from megatron_dppo.config.machine import Device, engine_device
 from megatron_dppo.metrics.records import BATCH_FILES
 from megatron_dppo.model import quantization
 from megatron_dppo.model.engine_layout import (
@@ -406,8 +407,9 @@ def check_config(
         _upload(config.checkpoint.upload, exports=config.checkpoint.export_hf),
         _overlap(rollout, config.lora),
         _run_directory(config.run.directory),
-        _engine(engine, rollout, config.weight_sync.strategy),
-        _updates_of_held_weights(config.weight_sync, engine),
+        _engine(engine, rollout),
+        colocation_faults(config, engine_device(engine)),
+        held_weight_faults(config.weight_sync, engine),
         forwarded.MEGATRON.faults(config.megatron),
         forwarded.training_faults(
             config.megatron_ddp,
@@ -693,16 +695,12 @@ def _run_directory(directory: str) -> layout.Faults:
         yield f"run.directory: got {directory!r}, which is a file, expected a folder"
 
 
-def _engine(
-    engine: schema.EngineConfig, rollout: schema.RolloutConfig, strategy: str
-) -> layout.Faults:
+def _engine(engine: schema.EngineConfig, rollout: schema.RolloutConfig) -> layout.Faults:
     if engine.port is not None and engine.port + engine.servers_to_start > 65536:
         yield (
             f"engine.port: got {engine.port} for {engine.servers_to_start} servers, expected at most "
             f"{65536 - engine.servers_to_start}: each further server has the next port"
         )
-    if engine.placement == "colocated":
-        yield from _colocation(engine, rollout, strategy)
     if engine.deterministic and rollout.responses_per_call > 1:
         yield (
             f"rollout.responses_per_call: got {rollout.responses_per_call}, expected 1 with "
@@ -716,9 +714,7 @@ def _engine(
         yield f"engine.ca_file: got {engine.ca_file!r}, expected a PEM file of certificates: {error}"
 
 
-def _updates_of_held_weights(
-    sync: schema.WeightSyncConfig, engine: schema.EngineConfig
-) -> layout.Faults:
+def held_weight_faults(sync: schema.WeightSyncConfig, engine: schema.EngineConfig) -> layout.Faults:
     """Report settings that contradict ``weight_sync.changes_only`` or ``engine.atomic_updates``.
 
     With these options, servers hold the weights of the previous version until an update is complete.
@@ -740,10 +736,16 @@ def _updates_of_held_weights(
             )
 
 
-def _colocation(
-    engine: schema.EngineConfig, rollout: schema.RolloutConfig, strategy: str
-) -> layout.Faults:
-    """Report settings that do not work with colocated servers, because these servers stop for every training step."""
+def colocation_faults(config: schema.TrainConfig, device: Device) -> layout.Faults:
+    """Report settings that do not work with colocated servers, because these servers stop for every training step.
+
+    ``device``: device of the servers.
+    """
+    engine = config.engine
+    rollout = config.rollout
+    strategy = config.weight_sync.strategy
+    if engine.placement != "colocated":
+        return
     if engine.urls:
         yield (
             "engine.placement: got colocated with engine.urls, expected separate: servers that run elsewhere share no "
@@ -754,7 +756,7 @@ def _colocation(
             "engine.servers: got 0 with engine.placement colocated, expected at least 1: servers that are attached "
             "later share no device with the trainer"
         )
-    if engine.device == "cuda" and strategy == "distributed":
+    if device == "cuda" and strategy == "distributed":
         yield (
             f"weight_sync.strategy: got {strategy} with engine.placement colocated, expected tensor or disk: NCCL "
             "takes no two ranks on one GPU"

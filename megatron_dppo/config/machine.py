@@ -7,13 +7,22 @@ import os
 import resource
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron_dppo.config.errors import given
 from megatron_dppo.config.forwarded import SGLANG, OptionFact, is_blockwise
-from megatron_dppo.system.gpus import has_hopper, visible_gpus
+from megatron_dppo.config.schema import EngineConfig
+from megatron_dppo.system.gpus import has_hopper, has_visible_gpu, visible_gpus
 
+Device = Literal["cpu", "cuda"]
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def engine_device(engine: EngineConfig) -> Device:
+    """Return ``engine.device``. If it is not set, return cuda if this process sees a GPU of the NVIDIA driver."""
+    if engine.device is not None:
+        return engine.device
+    return "cuda" if has_visible_gpu() else "cpu"
 
 
 def allocator_faults(strategy: str, environment: Mapping[str, str]) -> Iterator[str]:

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, replace
 
 from megatron_dppo.algorithms.table import AlgorithmFacts
 from megatron_dppo.config import ConfigError, check_config
+from megatron_dppo.config.machine import Device
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.spec.model import ModelSpec
 from megatron_dppo.spec.placement import Roles
 from megatron_dppo.spec.rollout import RolloutSpec
-from megatron_dppo.spec.servers import Device, ServersSpec
+from megatron_dppo.spec.servers import ServersSpec
 from megatron_dppo.spec.teachers import TeacherSpec
 from megatron_dppo.spec.trainer import TrainerSpec
 

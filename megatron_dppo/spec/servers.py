@@ -10,16 +10,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_dppo.config import speculation
 from megatron_dppo.config.forwarded import EXPERT_KERNEL
-from megatron_dppo.config.schema import EngineConfig, TrainConfig
+from megatron_dppo.config.machine import Device, engine_device
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.engine_layout import EngineLayout, attention_replicas, current_names
 from megatron_dppo.model.quantization import SCHEME
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.spec.model import ModelSpec
-from megatron_dppo.system.gpus import has_visible_gpu
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Largest key-value cache on a CPU. SGLang's default takes most of the machine's memory."""
@@ -30,8 +30,6 @@ LORA_SLOTS = 2
 
 _STATES_PER_REQUEST = 3
 """Number of recurrent states that SGLang needs for a request."""
-
-Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -99,13 +97,6 @@ class ServersSpec:
     def is_quantized(self) -> bool:
         """Whether linear layers and experts are block FP8."""
         return "quantization" in self.options
-
-
-def engine_device(engine: EngineConfig) -> Device:
-    """Return ``engine.device``. If it is not set, return cuda if this process sees a GPU of the NVIDIA driver."""
-    if engine.device is not None:
-        return engine.device
-    return "cuda" if has_visible_gpu() else "cpu"
 
 
 def _options(

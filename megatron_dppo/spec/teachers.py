@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Self
 
 from megatron_dppo.config.distillation import serving_config
+from megatron_dppo.config.machine import Device
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.families import load_model_shape, missing_engine_keys
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.spec.model import ModelSpec
 from megatron_dppo.spec.rollout import RolloutSpec
-from megatron_dppo.spec.servers import Device, ServersSpec
+from megatron_dppo.spec.servers import ServersSpec
 
 ShapeOf = Callable[[str | Path], ModelShape]
 """Function that returns the shape of the model in a folder."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from smg.router_args import RouterArgs
 
+from megatron_dppo.config.machine import engine_device
 from megatron_dppo.config.schema import EngineConfig, TrainConfig
 from megatron_dppo.engine.errors import EngineStartError
 from megatron_dppo.engine.launch_server import host_flags, redact_keys, refuse_other_layouts
@@ -27,7 +28,6 @@ from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.running_server import SGLANG_VERSION, compare_server
 from megatron_dppo.fleet.http_router import http_router_options
 from megatron_dppo.spec import RunSpec, ServersSpec
-from megatron_dppo.spec.servers import engine_device
 from megatron_dppo.system.ports import free_port
 from tests.tiny_models import save_tiny_model
 

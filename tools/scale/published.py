@@ -12,7 +12,7 @@ import yaml
 from examples.recipes.verdicts import MODELS
 from megatron_dppo.cluster.known_models import read_model
 from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
-from megatron_dppo.cluster.planner.facts import Schedule, facts_of
+from megatron_dppo.cluster.planner.facts import facts_of
 from megatron_dppo.cluster.planner.run_plan import RunPlan, plan_run
 from megatron_dppo.cluster.planner.step_time import model_flops_utilisation
 from megatron_dppo.config import load_config
@@ -61,12 +61,12 @@ def _plan_entry(run: Mapping[str, Any]) -> PublishedRun:
 def plan_of(run: Mapping[str, Any]) -> RunPlan:
     """Return the plan of an entry of the file."""
     # The published runs broadcast whole tensors to their servers. ``disk`` has the same formula.
-    words = ["weight_sync.strategy=disk", *_words(run["overrides"])]
+    overrides = {**run["overrides"], **run.get("schedule", {})}
+    words = ["weight_sync.strategy=disk", *_words(overrides)]
     config = load_config(BASE, words)
     name = config.model.hf_checkpoint
     models = OWN_MODELS if (OWN_MODELS / name).is_dir() else MODELS
-    schedule = Schedule(**run.get("schedule", {}))
-    facts = facts_of(config, read_model(name, models).shape, **run["lengths"], schedule=schedule)
+    facts = facts_of(config, read_model(name, models).shape, **run["lengths"])
     return plan_run(facts, Cluster(DEVICES["h100"], run["nodes"]))
 
 

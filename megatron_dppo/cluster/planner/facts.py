@@ -25,13 +25,7 @@ from megatron_dppo.config.forwarded import (
     offloaded_fraction,
 )
 from megatron_dppo.config.lora import adapters_of
-from megatron_dppo.config.schema import (
-    EngineConfig,
-    LoraConfig,
-    PolicyConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from megatron_dppo.config.schema import LoraConfig, PolicyConfig, TrainConfig
 from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears, trained_elements
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import family_of, layer_counts
@@ -449,7 +443,6 @@ def facts_of(
     mean_response: float | None = None,
     mean_prompt: float | None = None,
     gpu: bool = True,
-    schedule: Schedule | None = None,
 ) -> RunFacts:
     """Return the facts of a run.
 
@@ -461,18 +454,10 @@ def facts_of(
         mean_response: Mean tokens of a response; by default half of the longest response.
         mean_prompt: Mean tokens of a prompt; by default a quarter of the longest prompt.
         gpu: Whether the trainer's layers are Transformer Engine's; otherwise they are torch's.
-        schedule: A schedule that replaces the configuration's.
 
     Raises:
         ConfigError: The algorithm is unknown.
     """
-    schedule = schedule or schedule_of(config.rollout, config.engine)
-    engine = config.engine.model_copy(update={"placement": schedule.placement})
-    weight_sync = config.weight_sync
-    if schedule.is_colocated and weight_sync.strategy == "distributed":
-        # Servers on the ranks' GPUs have no group with them.
-        weight_sync = weight_sync.model_copy(update={"strategy": "disk"})
-    config = config.model_copy(update={"engine": engine, "weight_sync": weight_sync})
     spec = RunSpec.of_model(config, ModelSpec.of(config, shape, {}), "cuda")
     teachers = [
         TeacherSpec.of(config, name, spec.rollout, "cuda", shape_of=_shape_of_teacher)
@@ -498,7 +483,7 @@ def facts_of(
         trainer=trainer_facts(config, shape, micro_batches, rollout.longest, gpu=gpu),
         rollout=rollout,
         engine=spec.servers,
-        schedule=schedule,
+        schedule=schedule_of(config),
         evaluated_problems=sum(
             _count_problems(file.path) for file in config.data.evaluation_files.values()
         ),
@@ -515,13 +500,14 @@ def _shape_of_teacher(folder: str | Path) -> ModelShape:
         raise ConfigError([f"distillation.teachers: {reason}"]) from error
 
 
-def schedule_of(rollout: RolloutConfig, engine: EngineConfig) -> Schedule:
+def schedule_of(config: TrainConfig) -> Schedule:
     """Return the configured schedule.
 
     Without staleness, no response is running when a weight update begins, so that the schedule drains.
     """
+    rollout = config.rollout
     drains = rollout.interrupt == "drain" or rollout.max_staleness == 0
-    return Schedule(engine.placement, rollout.max_staleness, drains=drains)
+    return Schedule(config.engine.placement, rollout.max_staleness, drains=drains)
 
 
 def _count_problems(path: str) -> int:

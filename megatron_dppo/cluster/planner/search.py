@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
@@ -21,8 +21,8 @@ from megatron_dppo.cluster.planner.facts import (
 )
 from megatron_dppo.cluster.planner.run_plan import RunPlan, plan_run
 from megatron_dppo.cluster.planner.traffic import STORAGE
-from megatron_dppo.config import forwarded
-from megatron_dppo.config.checks import batch_faults
+from megatron_dppo.config import forwarded, speculation
+from megatron_dppo.config.checks import batch_faults, colocation_faults, held_weight_faults
 from megatron_dppo.config.layout import layout_faults, world_faults
 from megatron_dppo.config.lora import lora_faults
 from megatron_dppo.config.machine import has_server_sizes, server_size_faults
@@ -56,7 +56,6 @@ class Question:
         cluster: the cluster.
         mean_response, mean_prompt: assumed or measured tokens; None for the assumptions of ``facts_of``.
         storage: bytes/s of the shared file system.
-        other_schedule: a schedule that replaces the recipe's schedule; None keeps the recipe's schedule.
     """
 
     config: TrainConfig
@@ -65,15 +64,14 @@ class Question:
     mean_response: float | None = None
     mean_prompt: float | None = None
     storage: float = STORAGE
-    other_schedule: Schedule | None = None
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the plan."""
-        return self.other_schedule or schedule_of(self.config.rollout, self.config.engine)
+        """The schedule of the recipe."""
+        return schedule_of(self.config)
 
     def layout_faults(self) -> list[str]:
-        """List the faults of the layout.
+        """List the faults of the layout and of the schedule.
 
         The sizes must fit each other, the model and the batch sizes. The checks read no file.
         """
@@ -88,16 +86,15 @@ class Question:
         faults += forwarded.SGLANG.faults(config.sglang)
         faults += server_size_faults(config.sglang)
         faults += lora_faults(config.lora, sizes, self.shape, has_engines=True)
+        faults += colocation_faults(config, "cuda")
+        faults += held_weight_faults(config.weight_sync, config.engine)
+        faults += speculation.run_faults(config, self.shape)
         return faults
 
     def facts(self) -> RunFacts:
         """Return the facts of the run. The layout must be valid."""
         return facts_of(
-            self.config,
-            self.shape,
-            mean_response=self.mean_response,
-            mean_prompt=self.mean_prompt,
-            schedule=self.schedule,
+            self.config, self.shape, mean_response=self.mean_response, mean_prompt=self.mean_prompt
         )
 
     def plan(self) -> RunPlan:
@@ -135,7 +132,7 @@ def search_schedules(question: Question) -> list[Proposal]:
     """Return each layout that fits under any of ``schedules``, sorted by the expected seconds of a step."""
     proposals: list[Proposal] = []
     for schedule in schedules(question):
-        proposals += _fitting(replace(question, other_schedule=schedule), question)
+        proposals += _fitting(_with_schedule(question, schedule), question)
     return sorted(proposals, key=lambda proposal: proposal.seconds)
 
 
@@ -153,7 +150,7 @@ def best_of_each(proposals: list[Proposal], count: int) -> list[Proposal]:
 def search(question: Question) -> list[Proposal]:
     """Return each valid layout of the cluster's GPUs that fits, sorted by the expected seconds of a step.
 
-    The schedule is the question's. The search tries:
+    The schedule is the recipe's. The search tries:
 
     - numbers of GPUs for trainer and servers, in steps of half a node;
     - tensor, pipeline, virtual pipeline and expert sizes;
@@ -163,7 +160,8 @@ def search(question: Question) -> list[Proposal]:
 
     The optimizer is distributed. All other settings are the recipe's.
     """
-    return sorted(_fitting(question, question), key=lambda proposal: proposal.seconds)
+    proposals = _fitting(_with_schedule(question, question.schedule), question)
+    return sorted(proposals, key=lambda proposal: proposal.seconds)
 
 
 def least_nodes(question: Question) -> Cluster | None:
@@ -173,8 +171,10 @@ def least_nodes(question: Question) -> Cluster | None:
     """
     for nodes in range(question.cluster.nodes + 1, MOST_NODES + 1):
         larger_cluster = replace(question.cluster, nodes=nodes)
-        larger_question = replace(question, cluster=larger_cluster)
-        if next(_fitting(larger_question, larger_question), None) is not None:
+        larger_question = _with_schedule(
+            replace(question, cluster=larger_cluster), question.schedule
+        )
+        if next(_fitting(larger_question, question), None) is not None:
             return larger_cluster
     return None
 
@@ -258,25 +258,66 @@ def _with_layout(
     question: Question, sizes: LayoutSizes, recompute: str, servers: int, engine_tensor: int
 ) -> Question:
     """Return the question with another layout in its recipe."""
+    sglang = question.config.sglang
+    if engine_tensor != server_ranks(sglang):
+        sglang = {**sglang, "tp_size": engine_tensor}
+        config = question.config.model_copy(update={"sglang": sglang})
+        question = replace(question, config=config)
+    return _with_values(
+        question,
+        {
+            "parallel": asdict(sizes),
+            "training": {"recompute": recompute},
+            "optimizer": {"distributed": True},
+            "engine": {"servers": servers},
+        },
+    )
+
+
+def _with_schedule(question: Question, schedule: Schedule) -> Question:
+    """Return the question with another schedule in its recipe, and with weight updates that reach the servers."""
     config = question.config
-    new_values: dict[str, dict[str, Any]] = {
-        "parallel": asdict(sizes),
-        "training": {"recompute": recompute},
-        "optimizer": {"distributed": True},
-        "engine": {"servers": servers},
+    rollout: dict[str, Any] = {"max_staleness": schedule.staleness}
+    if schedule.staleness and (config.rollout.interrupt == "drain") != schedule.drains:
+        rollout["interrupt"] = "drain" if schedule.drains else "retract"
+    engine: dict[str, Any] = {"placement": schedule.placement}
+    weight_sync = _reaching_sync(config, schedule, question.cluster.nodes)
+    if schedule.is_colocated:
+        # Servers that give up their weights for every training step hold none of the previous version.
+        engine["atomic_updates"] = weight_sync["changes_only"] = False
+    return _with_values(
+        question, {"rollout": rollout, "engine": engine, "weight_sync": weight_sync}
+    )
+
+
+def _reaching_sync(config: TrainConfig, schedule: Schedule, nodes: int) -> dict[str, Any]:
+    """Return the keys of ``weight_sync:`` with which updates reach all servers of ``nodes`` nodes."""
+    strategy: str = config.weight_sync.strategy
+    directory = config.weight_sync.directory
+    if nodes > 1 and strategy == "tensor":
+        # Trainer and servers share memory within one node only.
+        strategy = "distributed"
+    if schedule.is_colocated and strategy == "distributed":
+        strategy = "disk"
+    if nodes > 1 and strategy == "disk" and directory is None:
+        # All nodes see the run's folder. By default, updates are written to the memory of one node.
+        directory = f"{config.run.directory}/weights"
+    return {"strategy": strategy, "directory": directory}
+
+
+def _with_values(question: Question, values: Mapping[str, Mapping[str, Any]]) -> Question:
+    """Return the question with other values in sections of its recipe."""
+    config = question.config
+    sections = {
+        name: getattr(config, name).model_copy(update=changed) for name, changed in values.items()
     }
-    new_sections: dict[str, Any] = {}
-    for name, values in new_values.items():
-        new_sections[name] = getattr(config, name).model_copy(update=values)
-    if engine_tensor != server_ranks(config.sglang):
-        new_sections["sglang"] = {**config.sglang, "tp_size": engine_tensor}
-    return replace(question, config=config.model_copy(update=new_sections))
+    return replace(question, config=config.model_copy(update=sections))
 
 
 def _changes(question_before: Question, question_after: Question) -> Iterator[str]:
     """Yield the overrides that turn the recipe of ``question_before`` into the recipe of ``question_after``."""
     new_config = question_after.config
-    for section in ("parallel", "training", "optimizer", "engine"):
+    for section in ("parallel", "training", "optimizer", "engine", "rollout", "weight_sync"):
         new_section = getattr(new_config, section)
         # The default of a key may depend on other sections. So ``base_config`` differs from ``new_config`` in this
         # section alone.
@@ -284,22 +325,19 @@ def _changes(question_before: Question, question_after: Question) -> Iterator[st
         base_config = new_config.model_copy(update={section: old_section})
         for key in type(new_section).model_fields:
             if _effective(base_config, section, key) != _effective(new_config, section, key):
-                value = getattr(new_section, key)
-                text = "" if value is None else str(value).lower()
-                yield f"{section}.{key}={text}"
+                yield f"{section}.{key}={_override_text(getattr(new_section, key))}"
     tensor = server_ranks(new_config.sglang)
     if tensor != server_ranks(question_before.config.sglang):
         yield f"sglang.tp_size={tensor}"
-    yield from _schedule_changes(question_before.schedule, question_after.schedule)
 
 
-def _schedule_changes(schedule_before: Schedule, schedule_after: Schedule) -> Iterator[str]:
-    if schedule_before.staleness != schedule_after.staleness:
-        yield f"rollout.max_staleness={schedule_after.staleness}"
-    if schedule_before.drains != schedule_after.drains:
-        yield f"rollout.interrupt={'drain' if schedule_after.drains else 'retract'}"
-    if schedule_before.placement != schedule_after.placement:
-        yield f"engine.placement={schedule_after.placement}"
+def _override_text(value: Any) -> str:
+    """Return a key's value as the command line takes it."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _effective(config: TrainConfig, section: str, key: str) -> Any:

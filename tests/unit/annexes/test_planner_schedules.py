@@ -57,7 +57,13 @@ EIGHT = ["engine.servers=8", "sglang.tp_size=2", "training.recompute=full"]
 
 def facts(schedule, *words, **lengths):
     """Return the facts of the recipe with eight servers of TP 2, and of 16 ranks unless ``words`` change them."""
-    return facts_of(load_config(RECIPE, [*EIGHT, *words]), MOE, schedule=schedule, **lengths)
+    settings = [
+        f"engine.placement={schedule.placement}",
+        f"rollout.max_staleness={schedule.staleness}",
+        f"rollout.interrupt={'drain' if schedule.drains else 'retract'}",
+        f"weight_sync.strategy={'disk' if schedule.is_colocated else 'distributed'}",
+    ]
+    return facts_of(load_config(RECIPE, [*EIGHT, *settings, *words]), MOE, **lengths)
 
 
 def test_a_synchronous_step_by_hand():
@@ -220,15 +226,13 @@ def test_both_copies_of_the_weights_must_fit_in_an_update():
 
 def test_the_recipe_s_own_schedule_is_ranked_too():
     config = load_config(RECIPE)
-    assert schedule_of(config.rollout, config.engine) == ON_POLICY
-    retracts = load_config(RECIPE, ["rollout.interrupt=retract"])
-    assert schedule_of(retracts.rollout, retracts.engine) == ON_POLICY
+    assert schedule_of(config) == ON_POLICY
+    assert schedule_of(load_config(RECIPE, ["rollout.interrupt=retract"])) == ON_POLICY
     assert schedules(Question(config, MOE, H100)) == (ON_POLICY, STALE, COLOCATED)
     ahead = Question(load_config(RECIPE, ["rollout.max_staleness=1"]), MOE, H100)
     assert schedules(ahead) == (ON_POLICY, STALE, COLOCATED, Schedule(staleness=1))
     words = ["rollout.max_staleness=1", "rollout.interrupt=retract"]
-    ahead = load_config(RECIPE, words)
-    assert schedule_of(ahead.rollout, ahead.engine) == STALE
+    assert schedule_of(load_config(RECIPE, words)) == STALE
 
 
 def test_search_ranks_all_schedules_and_says_how_to_get_there():
@@ -247,14 +251,65 @@ def test_search_ranks_all_schedules_and_says_how_to_get_there():
 
 
 def test_a_colocated_recipe_is_searched_for_separate_layouts_too():
-    """The servers of a separate layout do not begin on the ranks' devices."""
+    """The servers of a separate layout do not begin on the ranks' devices, nor share their hosts' memory."""
     cluster = Cluster(DEVICES["h200"], 2)
-    config = load_config(RECIPE, ["engine.placement=colocated"])
+    config = load_config(RECIPE, ["engine.placement=colocated", "weight_sync.strategy=tensor"])
     proposals = search_schedules(Question(config, MOE, cluster))
     separate = [p for p in proposals if p.question.schedule == ON_POLICY]
     own_question = Question(load_config(RECIPE), MOE, cluster)
     assert [p.seconds for p in separate] == [p.seconds for p in search(own_question)]
-    assert "engine.placement=separate" in separate[0].changes
+    changes = {"engine.placement=separate", "weight_sync.strategy=distributed"}
+    assert changes <= set(separate[0].changes)
+
+
+FOLDER = "weight_sync.directory=runs/qwen3-30b-a3b-base/dppo-binary-tv-seed-1/weights"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "recipe", "expected"),
+    [
+        (2, [], ["weight_sync.strategy=disk", FOLDER]),
+        (2, ["weight_sync.strategy=tensor"], ["weight_sync.strategy=disk", FOLDER]),
+        (2, ["weight_sync.strategy=disk", "weight_sync.directory=/shared"], []),
+        (1, [], ["weight_sync.strategy=disk"]),
+        (1, ["weight_sync.strategy=tensor"], []),
+        (
+            *(1, ["weight_sync.changes_only=true", "engine.atomic_updates=true"]),
+            [
+                *("engine.atomic_updates=false", "weight_sync.strategy=disk"),
+                "weight_sync.changes_only=false",
+            ],
+        ),
+    ],
+)
+def test_a_colocated_proposal_names_how_weights_reach_its_servers(nodes, recipe, expected):
+    """NCCL takes no two ranks on one GPU, and one host's memory is shared with no other host."""
+    question = Question(load_config(RECIPE, recipe), MOE, Cluster(DEVICES["h200"], nodes))
+    (best,) = best_of_each([p for p in search_schedules(question) if is_colocated(p)], 1)
+    named = [c for c in best.changes if c.startswith(("weight_sync.", "engine.atomic_updates"))]
+    assert named == expected
+    proposed = replace(question, config=load_config(RECIPE, [*recipe, *best.changes]))
+    assert proposed.layout_faults() == []
+    assert proposed.plan().seconds == best.plan.seconds
+
+
+def is_colocated(proposal):
+    return proposal.question.schedule.is_colocated
+
+
+def test_a_recipe_with_a_draft_model_has_no_colocated_proposal():
+    draft = [
+        *("sglang.speculative_algorithm=EAGLE3", "sglang.speculative_draft_model_path=draft"),
+        *("sglang.speculative_eagle_topk=1", "sglang.speculative_num_steps=2"),
+    ]
+    question = Question(load_config(RECIPE, draft), MOE, Cluster(DEVICES["h200"], 2))
+    assert {p.question.schedule for p in search_schedules(question)} == {ON_POLICY}
+
+
+def test_a_plan_refuses_a_colocated_recipe_whose_weights_reach_no_server():
+    config = load_config(RECIPE, ["engine.placement=colocated"])
+    (fault,) = Question(config, MOE, H100).layout_faults()
+    assert fault.startswith("weight_sync.strategy: got distributed with engine.placement colocated")
 
 
 def test_the_command_tells_seconds_idle_placement_and_staleness(capsys, monkeypatch):

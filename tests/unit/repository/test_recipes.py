@@ -111,6 +111,7 @@ def test_the_recipe_passes_every_check_with_any_algorithm(name, algorithm, tmp_p
     config = load_config(
         RECIPES / f"{name}.yaml",
         [
+            "engine.device=cuda",
             f"algorithm.name={algorithm}",
             "algorithm.options={}",  # a recipe may set a threshold of its own algorithm
             f"model.hf_checkpoint={checkpoint}",
