@@ -183,6 +183,10 @@ def _changes(
     }
     if not inputs.has_own_tokenizer:
         rollout["stop_token_ids"] = []
+    weights = None
+    if config.weight_sync.directory is not None:
+        # The recipe's servers may be on other hosts, which see the rehearsal's folder.
+        weights = str(inputs.directory / "weights")
     trainer = trainer_changes(
         config,
         parallel,
@@ -217,7 +221,7 @@ def _changes(
         },
         "weight_sync": {
             "bucket_mib": 1,
-            "directory": None,
+            "directory": weights,
             "timeout_s": max(config.weight_sync.timeout_s, _WAIT_S),
         },
         "evaluation": {"every": STEPS, "samples_per_prompt": 1, "max_response_tokens": None},

@@ -122,6 +122,7 @@ def test_a_rehearsal_on_nodes_keeps_their_python_and_network_and_on_gpus_the_ker
     overrides = [
         "parallel.interface=ib0",
         "engine.python=/env/python",
+        "weight_sync.directory=/shared/weights",
         "sglang.attention_backend=fa3",
     ]
     config = load_config(RECIPES / f"{name}.yaml", [*overrides, "megatron.moe_router_fusion=true"])
@@ -135,6 +136,7 @@ def test_a_rehearsal_on_nodes_keeps_their_python_and_network_and_on_gpus_the_ker
     for derived in (on_cpus, on_gpus):
         assert derived.parallel.interface == "ib0"
         assert derived.engine.python == "/env/python"
+        assert derived.weight_sync.directory == str(tmp_path / "run" / "weights")
         assert derived.engine.servers == 3
     assert (on_cpus.engine.device, on_gpus.engine.device) == ("cpu", "cuda")
     assert "attention_backend" not in on_cpus.sglang
