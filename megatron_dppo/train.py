@@ -25,7 +25,7 @@ from megatron_dppo.config import (
     load_remainder,
     resolved_yaml,
 )
-from megatron_dppo.config.layout import missing_weights
+from megatron_dppo.config.layout import describe, missing_weights
 from megatron_dppo.config.loading import Remainder
 from megatron_dppo.config.machine import (
     allocator_faults,
@@ -47,8 +47,9 @@ from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.launch.stops import exit_by_code
 from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.rewards.checked_answers import checked_answers_file
-from megatron_dppo.spec import RunSpec, read_shape
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import end_now, name_rank
 from megatron_dppo.system.secret_variables import hide_secrets
@@ -112,19 +113,18 @@ def _check(options: argparse.Namespace) -> int:
         if remainder is None:
             raise
         raise ConfigError([*error.faults, *_further_faults(remainder, options)], source) from error
-    layout, faults = _stage_faults(config, options)
+    shape, faults = _stage_faults(config, options)
     # Only the check before a start, in a child process, has the option ``ANSWERS``.
     precedes_start = options.answers is not None
-    if faults:
+    if faults or shape is None:
         # Before a start, the parent process has checked the machine already.
         if not precedes_start:
             faults += _machine_faults(config)
         raise ConfigError(faults, source)
-    print(layout)
+    print(describe(config, shape))
     for warning in untried_options(config):
         print(f"warning: {warning}")
     if not precedes_start:
-        shape = read_shape(config)
         for warning in embedding_warnings(config.model.hf_checkpoint, shape):
             print(f"warning: {warning}")
         # In a run, rank 0 logs these changes.
@@ -142,23 +142,23 @@ def _check(options: argparse.Namespace) -> int:
 
 def _stage_faults(
     config: TrainConfig, options: argparse.Namespace, faulty_keys: Collection[str] = ()
-) -> tuple[str, list[str]]:
-    """Return the layout in a line (empty if it is invalid), and the faults of values, libraries, data and checkpoints.
+) -> tuple[ModelShape | None, list[str]]:
+    """Return the model's shape (None if a value is invalid), and faults of values, libraries, data and checkpoints.
 
     ``faulty_keys``: keys whose values in ``config`` are stand-ins. Checks that depend on these keys are skipped.
     """
     from megatron_dppo.loop.start_checks import data_and_resume_faults
 
-    layout = ""
+    shape = None
     faults: list[str] = []
     try:
-        layout = check_everything(config, options.config, weights=options.answers is not None)
+        shape = check_everything(config, options.config, weights=options.answers is not None)
     except ConfigError as error:
         faults += error.faults
     faults += checkpoint_faults(config)
     # The function takes faults like keys, because each fault begins with its key.
     faults += data_and_resume_faults(config, [*faulty_keys, *faults], options.answers)
-    return layout, faults
+    return shape, faults
 
 
 def _further_faults(remainder: Remainder, options: argparse.Namespace) -> list[str]:

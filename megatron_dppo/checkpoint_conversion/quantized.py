@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,10 +25,16 @@ from megatron_dppo.checkpoint_conversion.hf_folder import (
     SafetensorsReader,
     ShardedWriter,
 )
-from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
+from megatron_dppo.checkpoint_conversion.tensor_store import (
+    TensorSpec,
+    TensorStore,
+    check_tensors,
+    check_tied_copy,
+)
 from megatron_dppo.checkpoint_conversion.torch_dist import open_source
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.quantization import (
     SCALE_SUFFIX,
@@ -36,6 +43,7 @@ from megatron_dppo.model.quantization import (
     is_quantized,
     stored_tensors,
 )
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -190,6 +198,27 @@ def open_weights(hf_dir: str | Path) -> SafetensorsReader | DequantizedReader | 
     except CheckpointError:
         reader.close()
         raise
+
+
+def folder_shape(hf_dir: str | Path) -> ModelShape:
+    """Return the shape of the model in a Hugging Face folder, or of a config.json. Weights may have 8 or 4 bits.
+
+    Raises ModelConfigError, UnsupportedModelError.
+    """
+    return load_model_shape(hf_dir, quantized=True)
+
+
+@contextmanager
+def open_model(hf_dir: str | Path) -> Iterator[tuple[ModelShape, TensorStore]]:
+    """Open a Hugging Face folder, with or without weights of 8 or 4 bits; yield the model's shape and its tensors.
+
+    Raises ModelError unless the tensors are those of config.json.
+    """
+    shape = folder_shape(hf_dir)
+    with open_weights(hf_dir) as reader:
+        check_tensors(reader.specs, shape, str(hf_dir))
+        check_tied_copy(reader, shape, str(hf_dir))
+        yield shape, reader
 
 
 def _block_size(path: Path) -> tuple[int, int] | None:

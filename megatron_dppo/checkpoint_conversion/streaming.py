@@ -22,10 +22,9 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     source_certificate,
 )
 from megatron_dppo.checkpoint_conversion.dist_writing import write_torch_dist
-from megatron_dppo.checkpoint_conversion.quantized import open_weights
+from megatron_dppo.checkpoint_conversion.quantized import folder_shape, open_model
 from megatron_dppo.checkpoint_conversion.torch_dist import CARRIED, TorchDistCheckpoint
 from megatron_dppo.model.errors import MismatchError
-from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.hub_download import check_downloaded_files
 from megatron_dppo.model.mapping import carried_names, file_dtypes, hf_tensors, parameter_count
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
@@ -51,15 +50,11 @@ def hf_to_megatron(
     of the result. None: the stored dtype, and all stored tensors must have one dtype. Raises ModelError for invalid
     input, and then leaves no files.
     """
-    shape = load_model_shape(hf_dir, quantized=True)
-    certificate = source_certificate(hf_dir)
     check_downloaded_files(path for path in Path(hf_dir).iterdir() if path.is_file())
-    with open_weights(hf_dir) as reader:
+    with open_model(hf_dir) as (shape, reader):
+        certificate = source_certificate(hf_dir)
         if dtype is None:
             tensor_store.check_store(reader, shape, str(hf_dir))
-        else:
-            tensor_store.check_tensors(reader.specs, shape, str(hf_dir))
-        tensor_store.check_tied_copy(reader, shape, str(hf_dir))
         return write_megatron(
             reader, shape, hf_dir, out_dir, dtype=dtype, progress=progress, recorded=certificate
         )
@@ -143,7 +138,7 @@ def megatron_to_hf(
     and ModelError if ``hf_config`` describes another model; then no files are left.
     """
     side_files = Path(hf_config or megatron_dir)
-    shape = load_model_shape(side_files, quantized=True)
+    shape = folder_shape(side_files)
     side_folder = side_files if side_files.is_dir() else side_files.parent
     with TorchDistCheckpoint(megatron_dir, shape, side_folder) as source:
         source_dtype, target = _dtypes(source, shape, dtype)
@@ -191,16 +186,14 @@ def verify(
     Returns the tensors that were compared. A conversion with a cast is compared with the cast of the original. Raises
     MismatchError with the first tensor, file and offset that differs.
     """
-    shape = load_model_shape(hf_dir, quantized=True)
     # Compare the files beside the weights with the certificate of ``hf_dir``. The certificate's hashes of tensors are
     # not needed: the loop below compares every tensor with the converted tensor.
     source_certificate(hf_dir)
     with (
-        open_weights(hf_dir) as original,
+        open_model(hf_dir) as (shape, original),
         TorchDistCheckpoint(megatron_dir, shape) as converted,
         TensorHashes() as hashes,
     ):
-        tensor_store.check_tensors(original.specs, shape, str(hf_dir))
         for carried_name in carried_names(shape, original.specs):
             if carried_name not in converted.specs:
                 raise MismatchError(f"{megatron_dir}: has no {carried_name}, which {hf_dir} has")

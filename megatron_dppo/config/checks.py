@@ -377,8 +377,8 @@ def quantization_faults(config: schema.TrainConfig, model: ModelShape) -> layout
 
 def check_config(
     config: schema.TrainConfig, source: str = "configuration", *, weights: bool = True
-) -> str:
-    """Run every check and return one line that describes the layout. Raises ConfigError with ``source`` as its source.
+) -> ModelShape:
+    """Run every check and return the shape of the model. Raises ConfigError with ``source`` as its source.
 
     ``weights``: whether the model's weights must exist. Its config.json and tokenizer must exist in any case.
     """
@@ -452,8 +452,7 @@ def check_config(
             teacher_model_faults(config, model, weights=weights),
         )
 
-    model = _checked_model(config.model, model_checks, faults, source, weights=weights)
-    return layout.describe(sizes, rollout, config.training, model)
+    return _checked_model(config.model, model_checks, faults, source, weights=weights)
 
 
 def check_supervised_config(config: schema.SupervisedConfig, source: str = "configuration") -> None:

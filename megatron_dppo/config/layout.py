@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.schema import RolloutConfig, TrainingConfig
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.errors import CheckpointError, ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import (
@@ -98,10 +98,10 @@ Faults = Iterator[str]
 """Lines about faults, each with the key first."""
 
 
-def describe(
-    sizes: LayoutSizes, rollout: RolloutConfig, training: TrainingConfig, model: ModelShape
-) -> str:
-    """Return the layout, the vocabulary and a batch's optimiser steps in one line; the sections must be valid."""
+def describe(config: TrainConfig, model: ModelShape) -> str:
+    """Return the layout, the vocabulary and a batch's optimiser steps of a checked configuration in one line."""
+    sizes = config.parallel.sizes
+    rollout = config.rollout
     layout = Layout.of(sizes)
     vocab = model.vocab_size
     dense_sizes = {
@@ -123,7 +123,7 @@ def describe(
     padding = ""
     if padded != vocab:
         padding = f" (padded to {padded})"
-    steps = rollout.prompts_per_step // training.prompts_per_mini_batch
+    steps = rollout.prompts_per_step // config.training.prompts_per_mini_batch
     return (
         f"{layout.world_size} ranks: {_product(dense_sizes)}, experts {_product(expert_sizes)}{sequence}; vocabulary "
         f"{vocab}{padding}; a rollout batch is {rollout.prompts_per_step * rollout.group_size} responses and "

@@ -73,11 +73,11 @@ def check_in_child(module: str, arguments: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
+def check_everything(config: TrainConfig, source: str, *, weights: bool) -> ModelShape:
     """Run every check of a run of reinforcement learning.
 
-    Returns the layout in a line. ``weights``: as in ``check_config``. Raises ConfigError, with the name ``source`` and
-    all faults: the faults of ``check_config``, unknown names of rewards, and options that a library does not accept.
+    Returns the model's shape. ``weights``: as in ``check_config``. Raises ConfigError, with the name ``source`` and all
+    faults: the faults of ``check_config``, unknown names of rewards, and options that a library does not accept.
     """
     checks_by_key: dict[str, Callable[[], object]] = {
         "reward.name": partial(_check_reward, config.reward),

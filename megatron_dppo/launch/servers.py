@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_dppo.config.distillation import serving_config
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import ServerHosts, free_server_port
 from megatron_dppo.engine.process import ChildServer, EngineProcess, Runtime
@@ -149,7 +148,7 @@ def supervised_fleet(
         )
     teachers: list[ServerGroup] = []
     for teacher in spec.teachers:
-        serving = serving_config(config, teacher.name, teacher.model.shape)
+        serving = teacher.serving_config(config)
         teacher_maker = replace(maker, config=serving, servers=teacher.servers)
         group = [
             SupervisedServer(

@@ -56,7 +56,12 @@ class ModelSpec:
     @classmethod
     def read(cls, config: PolicyConfig) -> ModelSpec:
         """Return the model in ``model.hf_checkpoint``. Raises the errors of ``load_model_shape``."""
-        return cls.of(config, read_shape(config), missing_engine_keys(config.model.hf_checkpoint))
+        return cls.of_folder(config, read_shape(config))
+
+    @classmethod
+    def of_folder(cls, config: PolicyConfig, shape: ModelShape) -> ModelSpec:
+        """Return the model in ``model.hf_checkpoint``, which has ``shape``."""
+        return cls.of(config, shape, missing_engine_keys(config.model.hf_checkpoint))
 
     @property
     def family(self) -> Family:

@@ -45,13 +45,17 @@ class RunSpec:
         cls, config: TrainConfig, source: str = "configuration", *, weights: bool = True
     ) -> RunSpec:
         """Check a configuration and return its facts. Raises ConfigError as ``check_config``."""
-        check_config(config, source, weights=weights)
-        return cls.of_checked(config)
+        shape = check_config(config, source, weights=weights)
+        return cls._of(config, ModelSpec.of_folder(config, shape))
 
     @classmethod
     def of_checked(cls, config: TrainConfig) -> RunSpec:
         """Return the facts of a configuration that has passed its checks. Raises the errors of ``load_model_shape``."""
-        spec = cls.of_model(config, ModelSpec.read(config))
+        return cls._of(config, ModelSpec.read(config))
+
+    @classmethod
+    def _of(cls, config: TrainConfig, model: ModelSpec) -> RunSpec:
+        spec = cls.of_model(config, model)
         teachers = [TeacherSpec.of(config, n, spec.rollout) for n in config.distillation.teachers]
         return replace(spec, teachers=tuple(teachers))
 

@@ -54,3 +54,7 @@ class TeacherSpec:
         model = ModelSpec.of(serving, shape, engine_keys)
         longest = serving.data.max_prompt_tokens + rollout.longest_response
         return cls(name, model, ServersSpec.of(serving, model, longest, device))
+
+    def serving_config(self, config: TrainConfig) -> TrainConfig:
+        """Return the configuration of the teacher's servers in the run of ``config``."""
+        return serving_config(config, self.name, self.model.shape)

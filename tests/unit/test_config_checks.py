@@ -6,6 +6,7 @@ import pytest
 
 from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.config.checks import check_supervised_config
+from megatron_dppo.config.layout import describe
 from megatron_dppo.config.schema import EngineConfig, SupervisedConfig
 from megatron_dppo.model.splits import padded_vocab_size
 from tests.messages import mentioning, mentions
@@ -15,9 +16,8 @@ from tests.unit.config_files import DENSE, MOE, minimal, write_config
 @pytest.fixture
 def check(tmp_path):
     def run(*overrides, model=MOE):
-        return check_config(
-            load_config(write_config(tmp_path, minimal(tmp_path, model)), overrides)
-        )
+        config = load_config(write_config(tmp_path, minimal(tmp_path, model)), overrides)
+        return describe(config, check_config(config))
 
     return run
 
@@ -35,7 +35,7 @@ def problems(check):
 def test_the_layout_of_a_valid_configuration_in_a_line(tmp_path):
     path = write_config(tmp_path, minimal(tmp_path))
     config = load_config(path, ["parallel.world_size=4", "parallel.tensor=2", "parallel.expert=2"])
-    assert check_config(config) == (
+    assert describe(config, check_config(config)) == (
         "4 ranks: TP 2 x CP 1 x PP 1 x VPP 1 x DP 2, experts EP 2 x ETP 1 x expert DP 2, sequence "
         "parallel; "
         "vocabulary 511 (padded to 512); a rollout batch is 32 responses and 2 optimiser steps"
@@ -542,7 +542,7 @@ def test_a_plan_needs_no_weights(tmp_path, check):
     plan = check()
     config = load_config(write_config(tmp_path, minimal(tmp_path)))
     (tmp_path / "model" / "model.safetensors").unlink()
-    assert check_config(config, weights=False) == plan
+    assert describe(config, check_config(config, weights=False)) == plan
     with pytest.raises(ConfigError, match=mentioning("weights", tmp_path / "model")):
         check_config(config)
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.config.distillation import serving_config
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.diagnostics.doctor.diagnosis import Side
@@ -27,7 +26,7 @@ from megatron_dppo.fleet.endpoint import record_of_command
 from megatron_dppo.fleet.record import Keys
 from megatron_dppo.fleet.teachers import scores_by
 from megatron_dppo.loop.teachers import TeacherPrompts, score_response
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 
 COLUMN = "teacher_log_probs"
@@ -140,9 +139,11 @@ def teacher_cases(
             # The recorded experts are the policy's.
             seen[position] = prompts.seen(problem, response).without("routed_experts")
     cases: list[TeacherCase] = []
-    for name, seen in seen_by.items():
-        shape = load_model_shape(config.distillation.teachers[name].hf_checkpoint)
-        serving = serving_config(config, name, shape)
-        batch_seen = list(seen.values())
-        cases.append(TeacherCase(name, serving, list(seen), batch_seen, shape.vocab_size))
+    for teacher in RunSpec.of_checked(config).teachers:
+        seen = seen_by.get(teacher.name, {})
+        if seen:
+            serving = teacher.serving_config(config)
+            vocabulary = teacher.model.shape.vocab_size
+            responses = list(seen.values())
+            cases.append(TeacherCase(teacher.name, serving, list(seen), responses, vocabulary))
     return cases

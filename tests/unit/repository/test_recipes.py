@@ -11,6 +11,7 @@ from examples.recipes import paper, verdicts
 from megatron_dppo.cluster import plan
 from megatron_dppo.cluster.planner import facts
 from megatron_dppo.config import SupervisedConfig, check_config, load_as, load_config
+from megatron_dppo.config.layout import describe
 from megatron_dppo.rewards import find_reward
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -120,7 +121,7 @@ def test_the_recipe_passes_every_check_with_any_algorithm(name, algorithm, tmp_p
             *teachers,
         ],
     )
-    layout = check_config(config, name)
+    layout = describe(config, check_config(config, name))
     assert layout.endswith(f" and {STEPS[name][1]} optimiser steps")
 
 
