@@ -56,12 +56,11 @@ def reverse_kl(log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> tuple[Tens
     lower bound of the KL over the vocabulary. The gradient by the logits equals the whole KL's if all ids outside of S
     have equal pi / p_T.
     """
-    columns = _Columns.of(log_pi, log_teacher, valid)
-    log_ratio = columns.log_pi - columns.log_teacher
-    terms = torch.where(columns.pi > 0, columns.pi * log_ratio, 0.0)
-    rest_log_ratio = columns.log_rest_pi - columns.log_rest_teacher
-    distance = terms.sum(-1) + columns.rest_pi * rest_log_ratio
-    return distance, terms - columns.pi * rest_log_ratio[..., None]
+    pi, teacher = _masses(log_pi, log_teacher, valid)
+    terms = pi.kl_terms(teacher)
+    rest_log_ratio = pi.log_rest - teacher.log_rest
+    distance = terms.sum(-1) + pi.rest * rest_log_ratio
+    return distance, terms - pi.of_columns * rest_log_ratio[..., None]
 
 
 @torch.no_grad()
@@ -72,53 +71,53 @@ def forward_kl(log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> tuple[Tens
     KL over the vocabulary. The gradient by the logits equals the whole KL's if all ids outside of S have equal
     pi / p_T. The value is inf if pi = 0 < p_T at a column.
     """
-    columns = _Columns.of(log_pi, log_teacher, valid)
-    log_ratio = columns.log_teacher - columns.log_pi
-    terms = torch.where(columns.teacher > 0, columns.teacher * log_ratio, 0.0)
-    rest_log_ratio = columns.log_rest_teacher - columns.log_rest_pi
-    distance = terms.sum(-1) + columns.rest_teacher * rest_log_ratio
-    rest_quotient = columns.rest_teacher / columns.log_rest_pi.exp()
-    return distance, columns.pi * rest_quotient[..., None] - columns.teacher
+    pi, teacher = _masses(log_pi, log_teacher, valid)
+    rest_log_ratio = teacher.log_rest - pi.log_rest
+    distance = teacher.kl_terms(pi).sum(-1) + teacher.rest * rest_log_ratio
+    rest_quotient = teacher.rest / pi.log_rest.exp()
+    return distance, pi.of_columns * rest_quotient[..., None] - teacher.of_columns
 
 
 @dataclass(frozen=True)
-class _Columns:
-    """Probabilities at the valid columns, 0 at the others, and of the bucket; float64.
+class _Masses:
+    """A policy's probabilities at the valid columns, 0 at the others, and of the bucket; float64.
 
-    The masses of the bucket have rounding errors of about u, four times the eps of the log-probabilities' dtype. A mass
-    of at most u counts as 0, and its logarithm as log u, so that rounding alone makes no distance large.
+    The bucket's mass has a rounding error of about ``resolution``. A mass of at most this counts as 0, and its
+    logarithm as that of ``resolution``, so that rounding alone makes no distance large.
     """
 
-    log_pi: Tensor
-    log_teacher: Tensor
-    pi: Tensor
-    teacher: Tensor
-    rest_pi: Tensor
-    rest_teacher: Tensor
-    log_rest_pi: Tensor
-    log_rest_teacher: Tensor
+    log_columns: Tensor
+    of_columns: Tensor
+    rest: Tensor
+    log_rest: Tensor
 
     @classmethod
-    def of(cls, log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> _Columns:
-        """Return the probabilities of both policies. The arguments are those of a ``Distance``."""
-        assert log_pi.shape == log_teacher.shape == valid.shape
-        resolution = 4 * max(torch.finfo(x.dtype).eps for x in (log_pi, log_teacher))
-        log_pi = log_pi.double().clamp(max=0)
-        log_teacher = log_teacher.double().clamp(max=0)
-        pi = torch.where(valid, log_pi.exp(), 0.0)
-        teacher = torch.where(valid, log_teacher.exp(), 0.0)
-        rest_pi = 1 - pi.sum(-1)
-        rest_teacher = 1 - teacher.sum(-1)
+    def of(cls, log_probs: Tensor, valid: Tensor, resolution: float) -> _Masses:
+        """Return the masses of a policy with the log-probabilities ``log_probs`` at the columns."""
+        log_columns = log_probs.double().clamp(max=0)
+        of_columns = torch.where(valid, log_columns.exp(), 0.0)
+        rest = 1 - of_columns.sum(-1)
         return cls(
-            log_pi,
-            log_teacher,
-            pi,
-            teacher,
-            torch.where(rest_pi > resolution, rest_pi, 0.0),
-            torch.where(rest_teacher > resolution, rest_teacher, 0.0),
-            rest_pi.clamp(min=resolution).log(),
-            rest_teacher.clamp(min=resolution).log(),
+            log_columns,
+            of_columns,
+            torch.where(rest > resolution, rest, 0.0),
+            rest.clamp(min=resolution).log(),
         )
+
+    def kl_terms(self, other: _Masses) -> Tensor:
+        """Return p log(p / q) at each column, for p = this policy and q = ``other``."""
+        log_ratio = self.log_columns - other.log_columns
+        return torch.where(self.of_columns > 0, self.of_columns * log_ratio, 0.0)
+
+
+def _masses(log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> tuple[_Masses, _Masses]:
+    """Return the masses of pi and of p_T. The arguments are those of a ``Distance``.
+
+    The resolution is four times the eps of the coarser of the two dtypes.
+    """
+    assert log_pi.shape == log_teacher.shape == valid.shape
+    resolution = 4 * max(torch.finfo(x.dtype).eps for x in (log_pi, log_teacher))
+    return _Masses.of(log_pi, valid, resolution), _Masses.of(log_teacher, valid, resolution)
 
 
 DISTANCES: dict[table.DistillationLoss, Distance] = {"reverse": reverse_kl, "forward": forward_kl}

@@ -32,6 +32,7 @@ from megatron_dppo.data import balancing, packing
 from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts, sizes_of
+from megatron_dppo.loop.batch_layout import BatchLayout
 from megatron_dppo.loop.exchange import ColumnExchange, Delivery, ExchangeError, Stages
 from megatron_dppo.loop.frequency_canary import FrequencyCanary, FrequencyError
 from megatron_dppo.loop.gap_guard import GapError, GapGuard, is_coarse
@@ -40,13 +41,7 @@ from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.masked_tokens import MaskedResponses, MaskedToken, MaskedTokenCounts
 from megatron_dppo.metrics.sums import MetricSums, means
-from megatron_dppo.model.shape import (
-    BACKWARD_PRODUCTS,
-    FROZEN_BACKWARD_PRODUCTS,
-    TOKENS,
-    SequenceCost,
-    forward_flops,
-)
+from megatron_dppo.model.shape import BACKWARD_PRODUCTS, FROZEN_BACKWARD_PRODUCTS
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json, broadcast_bytes
 from megatron_dppo.trainer.router_replay import RECORDING
@@ -177,33 +172,6 @@ def _decoded(message: bytes) -> LossColumns:
 
 
 @dataclass(frozen=True)
-class BatchLayout:
-    """The constraints of this trainer on micro-batches.
-
-    ``count_multiple``: the number of micro-batches is a multiple of this number, because the interleaved schedule takes
-    them in rounds of the pipeline's size.
-    ``pad_multiple``: a micro-batch is padded to a multiple of this number of tokens, because ranks that share the
-    tokens need equally many.
-    ``sequence_multiple``: each sequence is padded to a multiple of this number, for the same reason.
-    ``input_rows``: selects this rank's rows of columns with a row for each input token; None: all rows.
-    ``cost``: returns the cost of a sequence. Ranks and micro-batches get about equal sums of costs.
-    """
-
-    dp_rank: int
-    dp_size: int
-    count_multiple: int = 1
-    pad_multiple: int = 1
-    sequence_multiple: int = 1
-    input_rows: packing.InputRows | None = None
-    cost: SequenceCost = TOKENS
-
-    def padded_branches(self, trajectory: TrajectoryFacts) -> list[int]:
-        """Return the padded length of each branch of ``trajectory``."""
-        multiple = self.sequence_multiple
-        return [packing.padded_length(n, multiple) for n in trajectory.branch_lengths]
-
-
-@dataclass(frozen=True)
 class MiniBatchPlan:
     """The assignment of trajectories, in whole groups, to ranks and micro-batches in one optimiser step.
 
@@ -261,16 +229,7 @@ def plan_mini_batches(
         if denominator == 0:
             # No response of this mini-batch trains.
             continue
-        # The branches of a response stay in one micro-batch, because some rules need the whole response.
-        lengths: list[int] = []
-        costs: list[float] = []
-        for trajectory in part:
-            branches = layout.padded_branches(trajectory)
-            lengths.append(sum(branches))
-            costs.append(sum(map(layout.cost, branches)))
-        plan = balancing.plan_mini_batch(
-            lengths, costs, layout.dp_size, training.micro_batch_tokens, layout.count_multiple
-        )
+        plan, costs = layout.divide(part, training.micro_batch_tokens)
         idle_share = balancing.idle_share(plan, costs)
         positions = _shifted(plan, start)
         plans.append(MiniBatchPlan(positions, denominator, sum(costs), idle_share))
@@ -309,17 +268,8 @@ def pack_mini_batch(
     """
     micro_batches: list[packing.PackedBatch] = []
     for positions in plan.positions[layout.dp_rank]:
-        trajectories = [batch[position] for position in positions]
-        packed_batch = packing.pack(
-            trajectories,
-            indices=positions,
-            trains=[trains(t, algorithm) for t in trajectories],
-            pad_multiple=layout.pad_multiple,
-            sequence_multiple=layout.sequence_multiple,
-            forms=forms,
-            input_rows=layout.input_rows,
-        )
-        micro_batches.append(packed_batch)
+        has_gradient = [trains(batch[position], algorithm) for position in positions]
+        micro_batches.append(layout.pack(batch, positions, has_gradient, forms))
     return MiniBatch(micro_batches, plan.denominator)
 
 
@@ -385,15 +335,7 @@ class Learner:
         self._masked_responses = MaskedResponses()
         self.loss_columns: LossColumns = {}
         self.warned_of_gap = False
-        self.layout = BatchLayout(
-            dp_rank=trainer.topology.dp_rank,
-            dp_size=trainer.topology.dp_size,
-            count_multiple=trainer.micro_batch_multiple,
-            pad_multiple=trainer.pad_multiple,
-            sequence_multiple=trainer.share.sequence_multiple,
-            input_rows=trainer.input_rows,
-            cost=forward_flops(trainer.shape),
-        )
+        self.layout = BatchLayout.of(trainer)
         self._topk = topk
         self._guard = GapGuard(
             config.precision,

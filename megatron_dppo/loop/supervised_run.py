@@ -19,12 +19,12 @@ import xxhash
 from megatron_dppo.algorithms.likelihood import negative_log_likelihood
 from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.config.schema import SupervisedConfig
-from megatron_dppo.data.balancing import plan_mini_batch
-from megatron_dppo.data.packing import PackedBatch, pack, padded_length
+from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.data.problems import Turns, TurnSets
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal
+from megatron_dppo.loop.batch_layout import BatchLayout
 from megatron_dppo.loop.checkpoints import RunCheckpoints
 from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
 from megatron_dppo.loop.recorder import RecordingError, opened_trackers
@@ -34,7 +34,6 @@ from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.shape import forward_flops
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.collectives import all_gather_json, any_rank
 from megatron_dppo.trainer.run_export import export
@@ -85,6 +84,7 @@ class SupervisedRun:
         self._timer = PhaseTimer()
         with self._timer("start"), patience("others start"):
             self._trainer = Trainer(config)
+        self._layout = BatchLayout.of(self._trainer)
         fence.join()
         self._checkpoints = RunCheckpoints(config, self._trainer, fence)
         stack.callback(self._checkpoints.store.close)
@@ -178,27 +178,8 @@ class SupervisedRun:
 
     def _own_batches(self, samples: Sequence[Trajectory]) -> list[PackedBatch]:
         """Divide ``samples`` among the replicas, and return this replica's micro-batches."""
-        trainer = self._trainer
-        multiple = trainer.share.sequence_multiple
-        lengths = [padded_length(sample.length, multiple) for sample in samples]
-        cost = forward_flops(trainer.shape)
-        plan = plan_mini_batch(
-            lengths,
-            [cost(length) for length in lengths],
-            trainer.topology.dp_size,
-            self._config.training.micro_batch_tokens,
-            trainer.micro_batch_multiple,
-        )
-        batches: list[PackedBatch] = []
-        for indices in plan[trainer.topology.dp_rank]:
-            batch = pack(
-                [samples[i] for i in indices],
-                indices=indices,
-                pad_multiple=trainer.pad_multiple,
-                sequence_multiple=multiple,
-            )
-            batches.append(batch)
-        return batches
+        positions, _ = self._layout.divide(samples, self._config.training.micro_batch_tokens)
+        return [self._layout.pack(samples, part) for part in positions[self._layout.dp_rank]]
 
     def _record(self, values: Mapping[str, float]) -> None:
         """Write the metrics of the present step, with the seconds of its phases. Raises RecordingError."""

@@ -136,8 +136,9 @@ def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
     ``wrong`` has positions; -1: packed micro-batches differ, -2: forms differ, -3: other trajectories arrived.
     """
     from megatron_dppo.data.columns import Form
+    from megatron_dppo.loop.batch_layout import BatchLayout
     from megatron_dppo.loop.exchange import ColumnExchange
-    from megatron_dppo.loop.learning import BatchLayout, pack_mini_batch, plan_mini_batches
+    from megatron_dppo.loop.learning import pack_mini_batch, plan_mini_batches
     from megatron_dppo.loop.rollout_figures import routing_figures
 
     whole, config = whole_batch(experts), run_config()

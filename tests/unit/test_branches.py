@@ -19,8 +19,9 @@ from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.packing import pack, unpack_sampled
 from megatron_dppo.data.trajectory import Outline, Trajectory
+from megatron_dppo.loop.batch_layout import BatchLayout
 from megatron_dppo.loop.credit import returns_by_turn, with_rewards
-from megatron_dppo.loop.learning import BatchLayout, by_response, plan_mini_batches
+from megatron_dppo.loop.learning import by_response, plan_mini_batches
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
 from megatron_dppo.metrics.masked_tokens import MaskedResponses
 from megatron_dppo.model.shape import SequenceCost

@@ -14,13 +14,9 @@ from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop import learning
+from megatron_dppo.loop.batch_layout import BatchLayout
 from megatron_dppo.loop.credit import length_penalties, with_rewards
-from megatron_dppo.loop.learning import (
-    BatchLayout,
-    MiniBatchPlan,
-    check_carried_topk,
-    pack_mini_batch,
-)
+from megatron_dppo.loop.learning import MiniBatchPlan, check_carried_topk, pack_mini_batch
 from megatron_dppo.model.shape import SequenceCost
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.trainer.token_loss import make_token_loss

@@ -44,6 +44,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "data/balancing.py": ("data_balancing",),
     "data/packing.py": (*DATA, "nonfinite"),
     "data/trajectory.py": (*FILES, "exchange_parts", "continuation", "routing"),
+    "loop/batch_layout.py": (*DATA, *LONE),
     "loop/evaluation.py": ("evaluation",),
     "loop/learning.py": (*DATA, "loss_record", "learning", *LONE),
     "model/adapters.py": ("adapters", "adapter_updates", "peft_folder"),
