@@ -98,10 +98,7 @@ class BatchGeneration:
     ) -> RolloutSource:
         problems = data.train.problems
         if self.engine is None:
-            top_k = config.distillation.top_k if config.distillation.teachers else None
-            return ReplayedRollouts(
-                config.rollout, topology, problems, sampler, data.origin(), top_k
-            )
+            return ReplayedRollouts(config.rollout, topology, problems, sampler, data.origin())
         return GeneratedRollouts(
             config.rollout,
             config.algorithm,

@@ -363,7 +363,8 @@ class Learner:
 
         Raises:
             ExchangeError: a column is missing, belongs to another model, or changed during the transfer.
-            BatchFormatError: the batch carries another number of Top-K ids than the run requires.
+            BatchFormatError: the batch carries another number of Top-K ids than the run requires, or lacks the scores
+                of the run's teachers.
         """
         outlines = batch.outlines
         config = self._config
@@ -382,6 +383,8 @@ class Learner:
         is_stale = batch.figures.get(metric_names.STALENESS_MAX, 0) > 0
         batch.trajectories.clear()
         check_carried_topk(delivery.forms, self._topk)
+        if config.distillation.teachers and outlines:
+            check_teacher_scores(delivery.forms, config.distillation.top_k)
         if not (self._config.router_replay and outlines):
             return PlannedBatch(delivery, plans, {}, is_stale)
         if RECORDING not in delivery.positions:
@@ -627,6 +630,22 @@ def check_carried_topk(forms: Mapping[str, Form], topk: int) -> None:
         raise BatchFormatError(
             f"the batch has {width} Top-K ids for each token, expected {topk}: recorded with another "
             "rollout.topk_log_probs?"
+        )
+
+
+def check_teacher_scores(forms: Mapping[str, Form], top_k: int) -> None:
+    """Raise BatchFormatError unless the batch carries a teacher's scores, with ``top_k`` ids for each token.
+
+    ``top_k`` 0 accepts any number.
+    """
+    if "teacher_log_probs" not in forms:
+        raise BatchFormatError(
+            "the batch has no teacher_log_probs, expected a batch of a run with distillation.teachers"
+        )
+    width = sizes_of(forms).get("teacher_topk", 0)
+    if top_k and width != top_k:
+        raise BatchFormatError(
+            f"the batch has {width} of a teacher's Top-K ids for each token, expected distillation.top_k = {top_k}"
         )
 
 

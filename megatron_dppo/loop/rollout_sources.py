@@ -42,7 +42,7 @@ from megatron_dppo.loop.ownership import announce, own_positions, owner
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import ComponentSums, ScoredGeneration
 from megatron_dppo.loop.spool import ResponseSpool
-from megatron_dppo.loop.teachers import Teachers, require_columns
+from megatron_dppo.loop.teachers import Teachers
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank
@@ -407,8 +407,7 @@ class ReplayedRollouts:
     """Reads the batches that an earlier run saved (``rollout.save``) in the folder ``rollout.replay_from``.
 
     Each leader reads exactly the trajectories that it would have generated. The batches are compared with the training
-    ``problems`` that ``sampler`` draws, and with the prompts of ``origin``. ``top_k``: ``distillation.top_k``, or None
-    without teachers.
+    ``problems`` that ``sampler`` draws, and with the prompts of ``origin``.
     """
 
     def __init__(
@@ -418,10 +417,8 @@ class ReplayedRollouts:
         problems: Sequence[Problem],
         sampler: Sampler,
         origin: Origin,
-        top_k: int | None = None,
     ) -> None:
         assert rollout.replay_from is not None
-        self._top_k = top_k
         self._folder = Path(rollout.replay_from)
         self._rollout = rollout
         self._topology = topology
@@ -474,10 +471,6 @@ class ReplayedRollouts:
         # The loss columns belong to the run that saved the batch, so they are not read.
         trajectories = saved.read(positions, without=LOSS_COLUMNS)
         self._check_prompts(step, trajectories)
-        if self._top_k is not None:
-            place = f"rollout.replay_from: the batch of step {step} in {self._folder}"
-            for trajectory in trajectories[:1]:
-                require_columns(trajectory.columns, self._top_k, place)
         return trajectories, saved.seal
 
     def wait_before_update(self, version: int) -> None:

@@ -381,19 +381,3 @@ async def score_response(
 
     parts = await asyncio.gather(*map(columns_of, response.branches))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def require_columns(columns: Mapping[str, Any], top_k: int, place: str) -> None:
-    """Raise DataError unless a saved response has the columns that ``distillation`` needs, with ``top_k`` ids."""
-    needed = {"teacher_log_probs"}
-    if top_k:
-        needed |= {"teacher_topk_ids", "teacher_topk_log_probs"}
-    if missing := sorted(needed - columns.keys()):
-        raise DataError(
-            f"{place} has no {', '.join(missing)}, expected a batch of a run with distillation.teachers"
-        )
-    if top_k and columns["teacher_topk_ids"].shape[1] != top_k:
-        raise DataError(
-            f"{place} has {columns['teacher_topk_ids'].shape[1]} of a teacher's ids for each token, expected "
-            f"distillation.top_k = {top_k}"
-        )

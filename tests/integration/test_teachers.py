@@ -22,7 +22,6 @@ from megatron_dppo.config import load_config, resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import SavedBatch, load_batch, save_batch
 from megatron_dppo.data.problems import load_tokenizer
-from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
 from megatron_dppo.engine.client import HttpClient
@@ -34,7 +33,7 @@ from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient
 from megatron_dppo.fleet.record import API_KEY_VARIABLE, FleetRecord, Server
 from megatron_dppo.fleet.teachers import TeacherClient
 from megatron_dppo.loop.inputs import RunData
-from megatron_dppo.loop.teachers import Teachers, require_columns
+from megatron_dppo.loop.teachers import Teachers
 from megatron_dppo.metrics.records import read_records
 from megatron_dppo.spec import RunSpec, TeacherSpec
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -519,13 +518,3 @@ def test_calls_go_on_while_another_server_is_examined(
         assert other.asked["/server_info"] == 2
         runner.run(client.close())
         runner.run(other.die())
-
-
-def test_a_plain_batch_has_no_scores_to_replay() -> None:
-    with pytest.raises(DataError, match="has no teacher_log_probs, expected a batch of a run"):
-        require_columns({}, 0, "batch")
-    ids = np.zeros((3, 4), np.int32)
-    columns = {"teacher_log_probs": ids, "teacher_topk_ids": ids, "teacher_topk_log_probs": ids}
-    require_columns(columns, 4, "batch")
-    with pytest.raises(DataError, match=r"has 4 of a teacher's ids .*top_k = 5"):
-        require_columns(columns, 5, "batch")

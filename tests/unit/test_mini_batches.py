@@ -16,7 +16,12 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop import learning
 from megatron_dppo.loop.batch_layout import BatchLayout
 from megatron_dppo.loop.credit import length_penalties, with_rewards
-from megatron_dppo.loop.learning import MiniBatchPlan, check_carried_topk, pack_mini_batch
+from megatron_dppo.loop.learning import (
+    MiniBatchPlan,
+    check_carried_topk,
+    check_teacher_scores,
+    pack_mini_batch,
+)
 from megatron_dppo.model.shape import SequenceCost
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.trainer.token_loss import make_token_loss
@@ -186,6 +191,19 @@ def test_another_number_of_topk_ids_than_asked_for_is_refused():
     check_carried_topk(forms, 0)
     with pytest.raises(BatchFormatError, match=mentioning(5, 36)):
         check_carried_topk(forms, 36)
+
+
+def test_a_batch_without_the_scores_of_teachers_is_refused():
+    with pytest.raises(BatchFormatError, match="has no teacher_log_probs, expected a batch of a"):
+        check_teacher_scores({}, 0)
+    scores = {"teacher_log_probs": Form("float32", ())}
+    check_teacher_scores(scores, 0)
+    topk_forms = {"teacher_topk_ids": Form("int32", (4,))}
+    check_teacher_scores(scores | topk_forms, 4)
+    with pytest.raises(BatchFormatError, match=mentioning(0, 4)):
+        check_teacher_scores(scores, 4)
+    with pytest.raises(BatchFormatError, match=mentioning(4, 5)):
+        check_teacher_scores(scores | topk_forms, 5)
 
 
 def gradient_of(packs, aggregation, denominator):

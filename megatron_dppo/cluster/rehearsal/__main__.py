@@ -206,7 +206,7 @@ class Rehearsal:
         if self.options.dry_run:
             say(f"nothing was started; megatron-dppo train {path} is the rehearsal's run")
             return 0
-        omissions = [Omission(absence.key, absence.reason) for absence in problems.absent]
+        omissions = list(problems.absent)
         if known_model.missing:
             omissions.append(Omission("model.hf_checkpoint", known_model.missing))
         omissions += shrinking.omissions(config, parallel, inputs)
@@ -288,7 +288,7 @@ class Rehearsal:
         problems: Problems,
     ) -> None:
         """Print which inputs are the recipe's own, and what replaces the missing inputs."""
-        replacements = {absence.key: absence.reason for absence in problems.absent}
+        replacements = {omission.key: omission.reason for omission in problems.absent}
         if known_model.missing:
             replacements["model.hf_checkpoint"] = known_model.missing
         elif tokenizer_source is None:
@@ -341,7 +341,7 @@ class Rehearsal:
         toy_metadata = metadata_of_toys(config.reward, config.environment)
         problems = make_problems(config.data, tokenizer, folder, count, toy_metadata)
         if problems.absent and self.options.strict:
-            faults = [f"{absence.key}: {absence.reason}" for absence in problems.absent]
+            faults = [f"{omission.key}: {omission.reason}" for omission in problems.absent]
             raise ConfigError(faults, str(self.recipe))
         return problems
 
@@ -358,7 +358,7 @@ class Rehearsal:
         ConfigError.
         """
         folder = _write_folder(self.directory / "check", known_model, tokenizer_source)
-        absent_keys = {absence.key for absence in problems.absent}
+        absent_keys = {omission.key for omission in problems.absent}
         evaluation = dict(config.data.evaluation)
         for name in evaluation:
             if f"data.evaluation.{name}" in absent_keys:

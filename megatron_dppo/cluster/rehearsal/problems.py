@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dppo.cluster.rehearsal.shrinking import Omission
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.data_schema import (
     DataConfig,
@@ -25,20 +26,12 @@ if TYPE_CHECKING:
 
 HELD_OUT = 2
 """Problems of each evaluation set."""
-_FIRST_ROWS = 512
-"""Number of rows at a file's beginning. The shortest prompts are selected among these rows."""
+FIRST_ROWS = 512
+"""Number of rows at a file's beginning. The shortest rows are selected among these rows."""
 _ANY_LENGTH = 1 << 20
 """Limit of a prompt's tokens that no prompt reaches."""
 _TERMS = 100
 """The terms of toy sums are below this number."""
-
-
-@dataclass(frozen=True)
-class Absence:
-    """An input of the recipe that is not on this machine. ``reason`` names the input and its replacement."""
-
-    key: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -49,18 +42,18 @@ class Problems:
         train: paths, in the order of the recipe's ``data.train``.
         evaluation: paths by the name of the set.
         longest: tokens of the longest prompt.
-        absent: the inputs that toy problems replace.
+        absent: the files that toy problems replace.
     """
 
     train: tuple[str, ...]
     evaluation: Mapping[str, str]
     longest: int
-    absent: tuple[Absence, ...]
+    absent: tuple[Omission, ...]
 
     @property
     def has_toys(self) -> bool:
         """Whether toy problems replace the training problems."""
-        return any(absence.key == "data.train" for absence in self.absent)
+        return any(omission.key == "data.train" for omission in self.absent)
 
 
 def make_problems(
@@ -90,27 +83,38 @@ def make_problems(
     for name, evaluation_file in data.evaluation_files.items():
         files.append((f"data.evaluation.{name}", evaluation_file, HELD_OUT))
     paths = []
-    absences = []
+    absent: list[Omission] = []
     longest = 1
     for number, (key, file, row_count) in enumerate(files):
         path = folder / f"{number}.jsonl"
-        # The fault is None if all files of the path exist. Its text says what was expected.
-        fault = data_files(file.path).fault
-        if fault is None:
+        omission = missing_file(key, file.path)
+        if omission is None:
             rows = _shortest_rows(key, file, row_count)
         else:
-            reason = f"{file.path} is not here (expected {fault}); toy sums replace it"
-            absences.append(Absence(key, reason))
+            absent.append(omission)
             toys = toy_rows(row_count, seed=number)
             rows = [_under_keys(row, file, toy_metadata or {}) for row in toys]
-        text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
-        path.write_text(text, encoding="utf-8")
+        write_rows(path, rows)
         longest = max(longest, _longest_prompt(key, path, file, tokenizer, form))
         paths.append(str(path))
     train_count = len(data.train_files)
     names = list(data.evaluation_files)
     evaluation = dict(zip(names, paths[train_count:], strict=True))
-    return Problems(tuple(paths[:train_count]), evaluation, longest, tuple(absences))
+    return Problems(tuple(paths[:train_count]), evaluation, longest, tuple(absent))
+
+
+def missing_file(key: str, path: str) -> Omission | None:
+    """Return the omission of a data file that toy sums replace; None if all files of ``path`` are here."""
+    fault = data_files(path).fault
+    if fault is None:
+        return None
+    return Omission(key, f"{path} is not here (expected {fault}); toy sums replace it")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write ``rows`` as a JSONL file."""
+    text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8")
 
 
 def toy_rows(count: int, seed: int) -> list[dict[str, str]]:
@@ -127,7 +131,7 @@ def _shortest_rows(key: str, file: ProblemFile, count: int) -> list[Mapping[str,
     try:
         # Check every row of the file. The rehearsal needs rows, not these problems.
         read_problems(file.path, DataKeys.of(file))
-        records = read_all_records(file.path).records[:_FIRST_ROWS]
+        records = read_all_records(file.path).records[:FIRST_ROWS]
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
     if len(records) < count and key == "data.train":

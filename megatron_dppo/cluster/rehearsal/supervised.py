@@ -13,13 +13,12 @@ from typing import Any
 
 from megatron_dppo.cluster.known_models import KnownModel
 from megatron_dppo.cluster.rehearsal import attempts, shrinking, tiny_model, tiny_sizes
-from megatron_dppo.cluster.rehearsal.problems import toy_rows
+from megatron_dppo.cluster.rehearsal.problems import FIRST_ROWS, missing_file, toy_rows, write_rows
 from megatron_dppo.cluster.rehearsal.shrinking import Omission
 from megatron_dppo.cluster.rehearsal.tokenizer import write_tokenizer
 from megatron_dppo.cluster.rehearsal.usage import UsageByPhase
 from megatron_dppo.cluster.rehearsal.weights import write_model
 from megatron_dppo.config import SupervisedConfig, check_supervised_config, resolved_yaml
-from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.loading import merged
 from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.data.problems import PromptForm, load_tokenizer, load_turns
@@ -34,8 +33,6 @@ from megatron_dppo.supervised import MODULE
 
 STEPS = 6
 _ROWS = 64
-_FIRST_ROWS = 512
-"""Number of rows at a file's beginning, of which the shortest are selected."""
 FORM = attempts.RunForm((sys.executable, "-m", MODULE), signal.SIGINT, attempts.LOCAL.environment)
 Phase = Callable[[str], AbstractContextManager[None]]
 
@@ -116,19 +113,17 @@ class SupervisedRehearsal:
     def _write_rows(self, key: str, file: str, number: int) -> str:
         """Write rows of the recipe's ``file``, or toy pairs with the seed ``number``; return the new file's path."""
         path = self.folder / "problems" / f"{number}.jsonl"
-        rows = self._rows(key, file, seed=number)
-        path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+        write_rows(path, self._rows(key, file, seed=number))
         return str(path)
 
     def _rows(self, key: str, file: str, seed: int) -> Sequence[Record]:
-        fault = data_files(file).fault
-        if fault is not None:
-            reason = f"{file} is not here (expected {fault}); toy sums replace it"
-            self.omissions.append(Omission(key, reason))
+        omission = missing_file(key, file)
+        if omission is not None:
+            self.omissions.append(omission)
             toys = toy_rows(_ROWS, seed)
             return [{"prompt": row["prompt"], "response": row["answer"]} for row in toys]
         try:
-            records = read_all_records(file).records[:_FIRST_ROWS]
+            records = read_all_records(file).records[:FIRST_ROWS]
         except DataError as error:
             raise DataError(f"{key}: {error}") from error
         return sorted(records, key=lambda record: len(json.dumps(record, default=str)))[:_ROWS]

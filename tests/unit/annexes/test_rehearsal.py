@@ -329,7 +329,7 @@ def test_a_few_rows_of_the_own_data_and_toys_for_the_rest(tmp_path):
     problems = make_problems(data, byte_tokenizer(), tmp_path / "out", 8)
     written = [json.loads(line) for line in Path(problems.train[0]).read_text().splitlines()]
     assert written == rows[-8:]
-    assert [absence.key for absence in problems.absent] == ["data.evaluation.gone"]
+    assert [omission.key for omission in problems.absent] == ["data.evaluation.gone"]
     toys = Path(problems.evaluation["gone"]).read_text().splitlines()
     assert len(toys) == HELD_OUT
     assert not problems.has_toys
