@@ -82,7 +82,7 @@ class TeacherClient:
         """Whether a server that is refused ends the start."""
         self._sequences: Sequence[ScoredTokens] = ()
         self._expected: Sequence[Sequence[float]] | None = None
-        """Log-probabilities of ``_sequences``; None before the start's checks."""
+        """Log-probabilities of ``_sequences``; None until the first server is checked."""
         self._origin = ""
         """The origin of ``_expected``, for messages."""
 
@@ -305,7 +305,7 @@ class TeacherClient:
         """Close the connections."""
         if self._update is not None:
             self._update.cancel()
-            await asyncio.wait([self._update])
+            await asyncio.gather(self._update, return_exceptions=True)
         await self._fleet.close()
 
 
