@@ -137,7 +137,7 @@ def broadcast(message: Tensor) -> float:
 def hash_seconds_per_gb(engine: EngineWeights, source: Weights) -> float:
     """Seconds per GB of the trainer's part of the checksums."""
     expected, seconds = engine.expected(), 0.0
-    for gathered in source.gather(source.plan(source.bytes, spread=False)):
+    for gathered in source.gather(source.plan(source.bytes)):
         start = time.perf_counter()
         expected.add(gathered.tensors)
         seconds += time.perf_counter() - start

@@ -1,9 +1,7 @@
-"""The changed items of flat bytes: of a message, or of a bucket of whole tensors.
+"""The changed items of a message's flat bytes.
 
-Flat bytes are read as items of the size of their smallest dtype. The base is the same bytes of the update
-before. The changes are the positions of the items that differ from the base, and the new values of these items.
-``distributed`` sends both after their number. ``tensor`` sends a bucket in SGLang's format: a tensor of positions
-(int32), one empty tensor for each tensor of the whole bucket, and a tensor of values.
+Flat bytes are read as items of the size of their smallest dtype. The base is the same bytes of the update before. The
+changes are the positions (int32) of the items that differ from the base, and the new values of these items.
 """
 
 from __future__ import annotations
@@ -14,11 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.engine.direct_loading import POSITIONS
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.shared_buckets import WireHeader
 
-VALUES = "megatron_dppo.changes.values"
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Bytes of an item -> the dtype of values."""
 _POSITION_BYTES = 4
@@ -27,15 +22,15 @@ _MOST_ITEMS = 2**31 - 1
 
 
 class PositionError(EngineError, ValueError):
-    """A change lies outside of its bucket."""
+    """A change lies outside of its message."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """The items of a bucket that changed.
+    """The items of a message that changed.
 
     Attributes:
-        positions: int32 ``[n]``, counted in items from the start of the bucket's flat bytes; at least one.
+        positions: int32 ``[n]``, counted in items from the start of the message's flat bytes; at least one.
         values: the new items ``[n]``, as integers of their size.
     """
 
@@ -47,7 +42,7 @@ class Changes:
         return self.positions.numel()
 
     def pieces(self) -> list[Tensor]:
-        """Return the flat bytes to send, in the order of ``changes_header``."""
+        """Return the flat bytes to send: the positions, then the values."""
         return [self.positions.view(torch.uint8), self.values.view(torch.uint8)]
 
 
@@ -61,29 +56,11 @@ def changes_bytes(count: int, item_bytes: int) -> tuple[int, int]:
     return count * _POSITION_BYTES, count * item_bytes
 
 
-def item_bytes(header: WireHeader) -> int:
-    """Return the size of the items of a whole bucket with this header."""
-    return min(getattr(torch, name).itemsize for name in header.dtypes)
-
-
-def changes_header(header: WireHeader, count: int) -> WireHeader:
-    """Return the header of ``count`` changed items of a bucket. ``header``: the header of the whole bucket."""
-    size = item_bytes(header)
-    values_dtype = str(_ITEMS[size]).removeprefix("torch.")
-    empty_shapes = [(0,) for _ in header.names]
-    return WireHeader(
-        (POSITIONS, *header.names, VALUES),
-        ("int32", *header.dtypes, values_dtype),
-        ((count,), *empty_shapes, (count,)),
-        count * (_POSITION_BYTES + size),
-    )
-
-
 def find_changes(data: Tensor, base: Tensor, item_bytes: int) -> Changes | None:
-    """Return the items of the flat bytes ``data`` that differ from ``base``; None: send the whole bucket.
+    """Return the items of the flat bytes ``data`` that differ from ``base``; None: send the whole message.
 
     None is returned if the changes would take as many bytes as ``data`` or more, or if a position may not fit into
-    int32. If nothing changed, the first item is returned, because a bucket cannot be empty.
+    int32. If nothing changed, the first item is returned, because a message cannot be empty.
     """
     items = data.view(_ITEMS[item_bytes])
     if items.numel() > _MOST_ITEMS:
@@ -105,24 +82,22 @@ def _true_positions(mask: Tensor) -> Tensor:
 
 
 def apply_changes(data: Tensor, changes: Changes) -> None:
-    """Write the changed items into the flat bytes ``data``. The positions were checked by ``own_changes``."""
+    """Write the changed items into the flat bytes ``data``. The positions were checked by ``kept_changes``."""
     items = data.view(changes.values.dtype)
     positions = changes.positions.to(data.device).long()
     items.index_copy_(0, positions, changes.values.to(data.device))
 
 
-def own_changes(changes: Changes, is_own: Tensor) -> Changes:
-    """Return copies, in host memory, of the changes to a rank's own blocks of a bucket.
+def kept_changes(changes: Changes, size: int) -> Changes:
+    """Return copies, in host memory, of the changes of a message of ``size`` bytes.
 
-    ``is_own`` is as long as the bucket's flat bytes. Its bytes are 0 outside of the rank's blocks. Raises PositionError
-    for a position outside of ``is_own``.
+    Raises PositionError for a position outside of the message.
     """
-    items = is_own.view(changes.values.dtype)
+    items = size // changes.values.itemsize
     lowest_position, highest_position = map(int, torch.aminmax(changes.positions))
-    if lowest_position < 0 or highest_position >= items.numel():
+    if lowest_position < 0 or highest_position >= items:
         raise PositionError(
-            f"weight update: changes at the items {lowest_position} to {highest_position} were received for a bucket "
-            f"of {items.numel()} items"
+            f"weight update: changes at the items {lowest_position} to {highest_position} were received for a message "
+            f"of {items} items"
         )
-    kept = items[changes.positions.long()] != 0
-    return Changes(changes.positions[kept].cpu(), changes.values[kept].cpu())
+    return Changes(changes.positions.to("cpu", copy=True), changes.values.to("cpu", copy=True))

@@ -14,7 +14,7 @@ of SGLang.
 
 Changes to present weights (``engine/changes.py``) are kept in host memory until the end of the update. If the update
 is interrupted, these changes are dropped, and the weights are still the weights of the previous update. With
-``engine.atomic_updates``, whole buckets are kept in the same way.
+``engine.atomic_updates``, whole messages are kept in the same way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,9 +36,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_dppo.engine.changes import Changes
     from megatron_dppo.engine.checksums import EnginePart, EngineTensors
-    from megatron_dppo.engine.shards import IncomingShards, MessagePlacements
+    from megatron_dppo.engine.shards import Incoming
     from megatron_dppo.model.mapping import Segment
 
 log = logging.getLogger(__name__)
@@ -57,9 +55,7 @@ FOLDER = f"{_UPDATER}.update_weights_from_disk"
 RECEIVED = f"{_UPDATER}._receive_bucketed_weights_from_distributed"
 SHARED = f"{_UPDATER}._update_weights_from_flattened_bucket"
 ATOMIC_VARIABLE = "MEGATRON_DPPO_ATOMIC_UPDATES"
-"""Environment variable of a server that keeps whole buckets until the end of an update."""
-POSITIONS = "megatron_dppo.changes.positions"
-"""Name of the first tensor of a bucket that holds only changes."""
+"""Environment variable of a server that keeps whole messages until the end of an update."""
 SHARDS = "megatron_dppo.shards"
 """Name of the first tensor in a request for an update in shards. The second name is the update's Instruction."""
 _TENSORS_AT_ONCE = 1024
@@ -89,8 +85,8 @@ class _Place(NamedTuple):
     part: EnginePart | None = None
 
 
-class ReceivedBucket:
-    """The flat bytes of a received bucket, and the names, dtypes and shapes of the tensors in it."""
+class MappedFile:
+    """The bytes of a file's tensors, and the names, dtypes and shapes of the tensors."""
 
     def __init__(
         self,
@@ -115,8 +111,8 @@ class ReceivedBucket:
         return [chunk.view(dtype) for chunk, dtype in zip(chunks, self.dtypes, strict=True)]
 
 
-def map_folder(folder: Path) -> list[ReceivedBucket] | None:
-    """Return the tensors of each safetensors file of ``folder``, mapped into memory, as one bucket.
+def map_folder(folder: Path) -> list[MappedFile] | None:
+    """Return the tensors of each safetensors file of ``folder``, mapped into memory.
 
     Files that the folder's index does not name are not read. Returns None if a tensor is not aligned to its dtype: then
     the tensor cannot be a view of the mapped bytes. Also returns None if no file holds a tensor. Raises CheckpointError
@@ -127,12 +123,12 @@ def map_folder(folder: Path) -> list[ReceivedBucket] | None:
     from megatron_dppo.checkpoint_conversion.hf_folder import weight_files
     from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFile
 
-    buckets: list[ReceivedBucket] = []
+    files: list[MappedFile] = []
     for path in weight_files(folder):
         # Only the header is needed here: the tensors are mapped below.
         file = SafetensorsFile(path)
         file.close()
-        # Order the tensors by their places in the file: a bucket's tensors follow each other in its bytes.
+        # Order the tensors by their places in the file: the tensors of MappedFile follow each other in its bytes.
         offset_of = {name: entry.offset for name, entry in file.entries.items()}
         names = sorted(offset_of, key=offset_of.__getitem__)
         entries = [file.entries[name] for name in names]
@@ -144,8 +140,8 @@ def map_folder(folder: Path) -> list[ReceivedBucket] | None:
         shapes = [entry.shape for entry in entries]
         size = path.stat().st_size
         data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        buckets.append(ReceivedBucket(names, dtypes, shapes, data[entries[0].offset :]))
-    return buckets or None
+        files.append(MappedFile(names, dtypes, shapes, data[entries[0].offset :]))
+    return files or None
 
 
 class _Copies(NamedTuple):
@@ -155,11 +151,6 @@ class _Copies(NamedTuple):
     sources: list[Tensor]
     paddings: list[Tensor]
 
-    def to_host(self) -> _Copies:
-        """Return these copies with sources of their own in host memory."""
-        host_sources = [source.to("cpu", copy=True) for source in self.sources]
-        return self._replace(sources=host_sources)
-
     def carry_out(self) -> None:
         import torch
 
@@ -167,20 +158,6 @@ class _Copies(NamedTuple):
             padding.zero_()
         if self.targets:
             torch._foreach_copy_(self.targets, self.sources)
-
-
-class KeptChanges(NamedTuple):
-    """Changes of a bucket to the blocks of one engine rank, until they are applied.
-
-    Attributes:
-        names: the tensors of the whole bucket.
-        dtypes: the dtypes of these tensors.
-        changes: positions in the whole bucket, and values, in host memory.
-    """
-
-    names: Sequence[str]
-    dtypes: Sequence[torch.dtype]
-    changes: Changes
 
 
 class TensorPlaces:
@@ -196,6 +173,7 @@ class TensorPlaces:
     """
 
     def __init__(self, table: EngineTensors, rank: int, held_tensors: Mapping[str, Tensor]) -> None:
+        from megatron_dppo.engine.shards import MessagePlacements
         from megatron_dppo.model.mapping import engine_inputs
 
         self._shapes = {name: tuple(dims) for name, dims in table.shapes.items()}
@@ -203,13 +181,8 @@ class TensorPlaces:
         self._repeated: set[str] = set()
         self._addresses: dict[str, int] = {}
         self._unfilled: list[Tensor] = []
-        self.blocks: dict[Segment, list[tuple[Tensor, bool]]] = defaultdict(list)
-        """Each block that the rank holds has a list of its places: a view with the block's shape, and whether the
-        engine holds 1 + the block there. The block's ``local_start`` is 0."""
-        self.placements: MessagePlacements = {}
-        """Updates in shards keep the copies of their messages here, for the next update."""
+        blocks: dict[Segment, list[tuple[Tensor, bool]]] = defaultdict(list)
         flat_tensors = self._flat(table.sizes[rank], held_tensors)
-        self._device = next(iter(flat_tensors.values())).device
         filled_tensors: set[str] = set()
         for name, parts in table.parts.items():
             # SGLang's loader must receive some tensors a second time, under another name.
@@ -220,13 +193,15 @@ class TensorPlaces:
             for part in own_parts:
                 places.append(_place(part, self._shapes[name], flat_tensors[part.tensor]))
                 view, padding = part.views(self._shapes[name], flat_tensors[part.tensor])
-                self.blocks[replace(part.block, local_start=0)].append((view, part.adds_one))
+                blocks[replace(part.block, local_start=0)].append((view, part.adds_one))
                 if padding is not None:
                     self._unfilled.append(padding)
             self._places[name] = places
         for name, flat in flat_tensors.items():
             if name not in filled_tensors:
                 self._unfilled.append(flat)
+        self.placements = MessagePlacements(blocks)
+        """The places of the messages of updates."""
 
     def is_current(self, held_tensors: Mapping[str, Tensor]) -> bool:
         """Return whether the rank's tensors still have the addresses that they had when the places were made."""
@@ -249,91 +224,10 @@ class TensorPlaces:
         tensors = [(name, tuple(tensor.shape), tensor.reshape(-1)) for name, tensor in bucket]
         self._copies_of_tensors(tensors).carry_out()
 
-    def load_received(self, bucket: ReceivedBucket) -> None:
-        """Copy the blocks of a bucket's tensors to their places; raises as ``load``."""
-        self._copies_of_bucket(bucket).carry_out()
-
-    def kept_copies(self, bucket: ReceivedBucket) -> _Copies:
-        """Return the copies of ``load_received``, to be carried out later, with blocks in host memory."""
-        return self._copies_of_bucket(bucket).to_host()
-
-    def kept_changes(self, bucket: ReceivedBucket) -> KeptChanges:
-        """Return the changes of a bucket (``engine/changes.py``) to the blocks of this rank.
-
-        Raises UnplaceableError for a tensor that the model does not have, and PositionError for a position outside of
-        the bucket.
-        """
-        import torch
-
-        from megatron_dppo.engine.changes import Changes, own_changes
-
-        # The bucket has one empty tensor for each tensor of the whole bucket, between the positions and the values.
-        positions, *_, values = bucket.flat_tensors()
-        names = bucket.names[1:-1]
-        unknown_names = [name for name in names if name not in self._places]
-        if unknown_names:
-            raise UnplaceableError(
-                f"weight update: changes of {unknown_names[0]} were received, expected a tensor of the model"
-            )
-        dtypes = bucket.dtypes[1:-1]
-        # Mark the bytes of this rank's own blocks with 1, and all other bytes with 0.
-        marks = self._empty_bucket(names, dtypes, bucket.data.device)
-        marks.data.zero_()
-        for block, _ in self._held_blocks(marks):
-            block.view(torch.uint8).fill_(1)
-        return KeptChanges(names, dtypes, own_changes(Changes(positions, values), marks.data))
-
-    def apply(self, kept: KeptChanges) -> None:
-        """Apply changes to the weights that the engine holds.
-
-        The bucket's present bytes are read from the engine's tensors, changed, and copied to their places. A rank reads
-        and copies only its own blocks.
-        """
-        import torch
-
-        from megatron_dppo.engine.changes import apply_changes
-
-        if not kept.changes.count:
-            return
-        whole = self._empty_bucket(kept.names, kept.dtypes, self._device)
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for block, place in self._held_blocks(whole):
-            targets.append(block)
-            sources.append(place.target)
-        torch._foreach_copy_(targets, sources)
-        apply_changes(whole.data, kept.changes)
-        self._copies_of_bucket(whole).carry_out()
-
-    def _empty_bucket(
-        self, names: Sequence[str], dtypes: Sequence[torch.dtype], device: torch.device
-    ) -> ReceivedBucket:
-        """Return a whole bucket of the model's tensors, with data that is not initialised."""
-        import torch
-
-        shapes = [self._shapes[name] for name in names]
-        size = 0
-        for dims, dtype in zip(shapes, dtypes, strict=True):
-            size += math.prod(dims) * dtype.itemsize
-        data = torch.empty(size, dtype=torch.uint8, device=device)
-        return ReceivedBucket(names, dtypes, shapes, data)
-
-    def _held_blocks(self, bucket: ReceivedBucket) -> Iterator[tuple[Tensor, _Place]]:
-        """Yield blocks of a whole bucket, each as a view of the bucket, with its place on this rank.
-
-        A place where the engine holds 1 + the block is left out.
-        """
-        for name, dims, flat in zip(
-            bucket.names, bucket.shapes, bucket.flat_tensors(), strict=True
-        ):
-            for place in self._places[name]:
-                if place.part is None:
-                    yield _block(flat, dims, place), place
-
-    def _copies_of_bucket(self, bucket: ReceivedBucket) -> _Copies:
-        """Return the copies of a whole bucket's blocks to their places."""
-        tensors = zip(bucket.names, bucket.shapes, bucket.flat_tensors(), strict=True)
-        return self._copies_of_tensors(tensors)
+    def load_file(self, file: MappedFile) -> None:
+        """Copy the blocks of a file's tensors to their places; raises as ``load``."""
+        tensors = zip(file.names, file.shapes, file.flat_tensors(), strict=True)
+        self._copies_of_tensors(tensors).carry_out()
 
     def _copies_of_tensors(self, tensors: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> _Copies:
         """Return the copies of the blocks of received tensors (name, shape, the tensor as a vector) to their places."""
@@ -444,9 +338,9 @@ class DirectLoader:
         self._is_updating = False
         self._uses_own_loader = False
         self._folder: Path | None = None
-        self._keeps_buckets = ATOMIC_VARIABLE in os.environ
+        self._keeps_whole = ATOMIC_VARIABLE in os.environ
         self._kept: list[Callable[[], None]] = []
-        """Functions that load the kept buckets at the end of the update, in the buckets' order."""
+        """Functions that load the kept messages at the end of the update, in the messages' order."""
         self._prepare()
 
     @property
@@ -460,11 +354,11 @@ class DirectLoader:
         self._prepare()
 
     def drop_kept(self) -> None:
-        """Forget the kept buckets of an update that was interrupted."""
+        """Forget the kept messages of an update that was interrupted."""
         self._kept.clear()
 
     def end(self) -> bool:
-        """Close an update, and load the kept buckets.
+        """Close an update, and load the kept messages.
 
         Returns whether the caller must derive tensors from the loaded tensors.
         """
@@ -479,48 +373,36 @@ class DirectLoader:
         self._folder = folder
 
     def __call__(
-        self,
-        weights: ReceivedBucket | IncomingShards | Iterable[tuple[str, Tensor]],
-        *args: Any,
-        **options: Any,
+        self, weights: Incoming | Iterable[tuple[str, Tensor]], *args: Any, **options: Any
     ) -> Any:
         """Load ``weights``. Outside of an update they are all tensors of the model, for example from a folder."""
-        from megatron_dppo.engine.shards import IncomingShards
+        from megatron_dppo.engine.shards import Incoming
 
         if not self._is_updating:
             self._prepare()
-        folder = self._folder
-        self._folder = None
-        if isinstance(weights, IncomingShards):
+        if isinstance(weights, Incoming):
             self._receive(weights)
             return None
+        folder = self._folder
+        self._folder = None
         if self._tensor_places is None:
             return self._own_loader(weights, *args, **options)
         mapped_files = None
-        # A bucket never comes from a folder. But ``folder`` may be set when a bucket arrives, because SGLang refused an
-        # earlier update from this folder.
-        if folder is not None and not isinstance(weights, ReceivedBucket):
+        if folder is not None:
             mapped_files = map_folder(folder)
         if mapped_files is not None:
-            for bucket in mapped_files:
-                self._tensor_places.load_received(bucket)
-        elif not isinstance(weights, ReceivedBucket):
+            for file in mapped_files:
+                self._tensor_places.load_file(file)
+        else:
             for group in _groups(weights):
                 self._tensor_places.load(group)
-        elif weights.names[0] == POSITIONS:
-            kept_changes = self._tensor_places.kept_changes(weights)
-            self._kept.append(partial(self._tensor_places.apply, kept_changes))
-        elif self._keeps_buckets and self._is_updating:
-            self._kept.append(self._tensor_places.kept_copies(weights).carry_out)
-        else:
-            self._tensor_places.load_received(weights)
         # Let the model derive tensors from the loaded tensors. Within an update, SGLang does so once, at its end.
         if not self._is_updating and hasattr(self._model, "post_load_weights"):
             self._model.post_load_weights()
         return None
 
-    def _receive(self, shards: IncomingShards) -> None:
-        """Receive an update that has only what this rank keeps. Raises UnplaceableError without a table."""
+    def _receive(self, incoming: Incoming) -> None:
+        """Receive messages that have only what this rank keeps. Raises UnplaceableError without a table."""
         table = self._table
         places = self._tensor_places
         if table is None or places is None:
@@ -530,10 +412,10 @@ class DirectLoader:
             )
 
         def dtype_of(name: str) -> torch.dtype:
-            return table.sent_dtype(name, shards.dtype)
+            return table.sent_dtype(name, incoming.dtype)
 
-        self._kept += shards.receive(
-            table.shape, places.blocks, dtype_of, places.placements, keeps_whole=self._keeps_buckets
+        self._kept += incoming.receive(
+            table.shape, dtype_of, places.placements, keeps_whole=self._keeps_whole
         )
 
     def _prepare(self) -> None:
@@ -570,7 +452,7 @@ def register() -> None:
     hooks.register(ENDED, end_update, "around")
     hooks.register(FOLDER, read_folder_directly, "before")
     hooks.register(RECEIVED, receive_shards, "around")
-    hooks.register(SHARED, load_shared_bucket, "around")
+    hooks.register(SHARED, load_shared_message, "around")
 
 
 def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
@@ -594,7 +476,7 @@ def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
 
 
 def drop_kept(manager: Any, *_: Any) -> None:
-    """Make the DirectLoader forget the buckets of an interrupted update, before a new one is requested or refused."""
+    """Make the DirectLoader forget the messages of an interrupted update, before a new one is requested or refused."""
     loader = manager.tp_worker.model_runner.model.load_weights
     if isinstance(loader, DirectLoader):
         loader.drop_kept()
@@ -639,33 +521,28 @@ def receive_shards(
     return IncomingShards(names[1], updater._model_update_group[group_name], group_name)
 
 
-def load_shared_bucket(
+def load_shared_message(
     original: Callable[..., tuple[bool, str]],
     updater: Any,
     flattened_tensor_bucket_dict: Mapping[str, Any],
 ) -> tuple[bool, str]:
-    """Load a bucket from shared memory. Return after all copies, because the sender then uses the memory again.
+    """Load this rank's message from shared memory, if the request has one for this rank.
 
-    If the bucket cannot be placed, return an error: an exception would end the server.
+    If the message cannot be placed, return an error: an exception would end the server. SGLang loads a request of
+    another form.
     """
-    import torch
+    from megatron_dppo.engine.shards import SharedMessage
 
-    loader = updater.get_model().load_weights
-    if not places_directly(updater.get_model()):
+    text = flattened_tensor_bucket_dict["metadata"]
+    if not isinstance(text, str):
         return original(updater, flattened_tensor_bucket_dict)
-    entries = flattened_tensor_bucket_dict["metadata"]
-    bucket = ReceivedBucket(
-        [entry.name for entry in entries],
-        [entry.dtype for entry in entries],
-        [entry.shape for entry in entries],
-        flattened_tensor_bucket_dict["flattened_tensor"],
-    )
-    try:
-        loader(bucket)
-    except EngineError as error:
-        return False, str(error)
-    if bucket.data.is_cuda:
-        torch.cuda.current_stream(bucket.data.device).synchronize()
+    data = flattened_tensor_bucket_dict["flattened_tensor"]
+    if data is not None:
+        try:
+            load_weights = updater.get_model().load_weights
+            load_weights(SharedMessage(text, data))
+        except EngineError as error:
+            return False, str(error)
     return True, "Success"
 
 

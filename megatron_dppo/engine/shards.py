@@ -1,11 +1,13 @@
 """The engine's side of an update in which every engine rank receives only what it keeps (``model/shard_plan.py``).
 
-The trainer sends each server one request for a whole update. The request has the facts of the plan and the plan's
-fingerprint. Each engine rank computes the plan from the facts, and compares the fingerprint. Then it receives its
-messages in the order of their steps, sends those of longer columns on, and copies each message to its places by one
-call. While a message is copied, the next message is on its way.
+A request has the facts of the plan and the plan's fingerprint. Each engine rank computes the plan from the facts, and
+compares the fingerprint. It copies each message to its places by one call.
 
-A message of changes (``engine/changes.py``) follows a message of 8 bytes with the number of changes.
+With ``distributed`` a server gets one request for a whole update (``IncomingShards``). An engine rank receives its
+messages in the order of their steps, and sends those of longer columns on. While a message is copied, the next message
+is on its way. A message of changes (``engine/changes.py``) follows a message of 8 bytes with the number of changes.
+
+With ``tensor`` a request has at most one message for each engine rank, in shared memory (``SharedMessage``).
 
 The part for NCCL is not yet run on a GPU.
 """
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ from megatron_dppo.engine.changes import (
     apply_changes,
     changes_bytes,
     item_dtype,
-    own_changes,
+    kept_changes,
 )
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.links import BUSY_CONNECT_S, Link, Operation, connect_store
@@ -104,6 +106,30 @@ class Instruction:
 INSTRUCTION = TypeAdapter(Instruction)
 
 
+@dataclass(frozen=True)
+class SharedInstruction:
+    """The request to load one message of an update from shared memory.
+
+    Attributes:
+        facts: the facts of the plan.
+        fingerprint: the fingerprint of the trainer's plan.
+        rank: the engine rank in the plan.
+        sender: the trainer rank that sends the message.
+        step: the message's step, in which ``sender`` sends no other message.
+        changed: the number of changes; WHOLE if the memory has the whole message.
+    """
+
+    facts: PlanFacts
+    fingerprint: str
+    rank: int
+    sender: int
+    step: int
+    changed: int
+
+
+SHARED_INSTRUCTION = TypeAdapter(SharedInstruction)
+
+
 class ShardStep(NamedTuple):
     """What an engine rank does in a step of the plan.
 
@@ -145,6 +171,24 @@ def _own_steps(shape: ModelShape, facts: PlanFacts, group_rank: int) -> tuple[st
     """Return the fingerprint of the plan, and the steps of the engine rank with this rank in the group."""
     plan = facts.plan(shape)
     return plan.fingerprint, steps_of(plan, group_rank - len(plan.members))
+
+
+@lru_cache(maxsize=1)
+def _own_messages(
+    shape: ModelShape, facts: PlanFacts, rank: int
+) -> tuple[str, dict[tuple[int, int], Message]]:
+    """Return the fingerprint of the plan, and the messages of an engine rank, by sender and step."""
+    plan = facts.plan(shape)
+    own = {(m.sender, m.step): m for m in plan.messages if rank in m.column}
+    return plan.fingerprint, own
+
+
+def _check_fingerprint(own: str, of_trainer: str) -> None:
+    if own != of_trainer:
+        raise OtherPlanError(
+            f"weight update: the engine's plan has the fingerprint {own}, the trainer's plan has {of_trainer}: "
+            "expected one version of megatron_dppo and one model on both sides"
+        )
 
 
 def slices_in(message: Message, data: Tensor, dtype_of: DtypeOf) -> Iterator[tuple[Slice, Tensor]]:
@@ -241,27 +285,49 @@ def adjacent(pieces: Sequence[Tensor]) -> Tensor | None:
     return first_piece.as_strided((size,), (1,), first_piece.storage_offset())
 
 
-MessagePlacements = dict[tuple[str, int], MessagePlacement]
-"""The placements of an engine rank's messages, by the plan's fingerprint and the number of the rank's step."""
+class MessagePlacements:
+    """The placements of an engine rank's messages. They are made once for a plan.
 
-
-class IncomingShards:
-    """An update that the ranks of a group send to this engine rank.
-
-    ``text``: an Instruction in JSON. Raises OtherPlanError for a text of another form.
+    Args:
+        blocks: the places of the blocks.
     """
 
-    def __init__(self, text: str, group: dist.ProcessGroup, group_name: str) -> None:
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self._fingerprint = ""
+        self._placements: dict[tuple[int, int], MessagePlacement] = {}
+
+    def of(self, fingerprint: str, message: Message, dtype_of: DtypeOf) -> MessagePlacement:
+        """Return the placement of a message of the plan with this fingerprint."""
+        if fingerprint != self._fingerprint:
+            self._fingerprint = fingerprint
+            self._placements.clear()
+        key = (message.sender, message.step)
+        if key not in self._placements:
+            self._placements[key] = MessagePlacement(message, self.blocks, dtype_of)
+        return self._placements[key]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the engine's tensors."""
+        return next(iter(self.blocks.values()))[0][0].device
+
+
+class Incoming:
+    """Messages of an update that arrive at this engine rank.
+
+    ``text``: the request in JSON, of the type of ``form``. Raises OtherPlanError for a text of another form.
+    """
+
+    def __init__(self, text: str, form: TypeAdapter[Any]) -> None:
         try:
-            self._instruction = INSTRUCTION.validate_json(text)
+            self._instruction = form.validate_json(text)
         except ValidationError as error:
             fault = error.errors()[0]
             key = ".".join(map(str, fault["loc"]))
             raise OtherPlanError(
                 f"weight update: instruction {key}: {fault['msg']}, expected one version of megatron_dppo on both sides"
             ) from error
-        self._group = group
-        self._limit = limit_of(group_name) or timedelta(minutes=30)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -272,48 +338,94 @@ class IncomingShards:
     def receive(
         self,
         shape: ModelShape,
-        blocks: Blocks,
         dtype_of: DtypeOf,
-        placements: MessagePlacements | None = None,
+        placements: MessagePlacements,
         *,
         keeps_whole: bool = False,
     ) -> list[Callable[[], None]]:
-        """Receive all messages of this rank, and copy them to their places.
+        """Receive the messages, and copy them to their places.
 
         Args:
             shape: the model.
-            blocks: the places.
             dtype_of: the dtype of each tensor.
-            placements: the placements that earlier updates have made; new ones are added.
+            placements: the placements of this engine rank.
             keeps_whole: whether whole messages are kept in host memory.
 
         Returns functions that apply the changes, and the whole messages that were kept, in the order of the messages.
         Raises OtherPlanError, CalledOffError if a trainer rank calls the update off, and ConnectionBrokenError.
         """
+        raise NotImplementedError
+
+
+class SharedMessage(Incoming):
+    """A message in memory that a trainer rank shares. ``text``: a SharedInstruction in JSON."""
+
+    def __init__(self, text: str, data: Tensor) -> None:
+        super().__init__(text, SHARED_INSTRUCTION)
+        self._data = data
+
+    def receive(
+        self,
+        shape: ModelShape,
+        dtype_of: DtypeOf,
+        placements: MessagePlacements,
+        *,
+        keeps_whole: bool = False,
+    ) -> list[Callable[[], None]]:
+        """Copy the message to its places. The sender may use the memory again afterwards."""
+        instruction = self._instruction
+        fingerprint, messages = _own_messages(shape, instruction.facts, instruction.rank)
+        _check_fingerprint(fingerprint, instruction.fingerprint)
+        message = messages.get((instruction.sender, instruction.step))
+        if message is None or self._data.numel() != _sent_bytes(message, instruction.changed):
+            raise OtherPlanError(
+                f"weight update: trainer rank {instruction.sender} sent {self._data.numel()} bytes in step "
+                f"{instruction.step} to engine rank {instruction.rank}, which has no such message in the plan"
+            )
+        placement = placements.of(fingerprint, message, dtype_of)
+        received = _Received(placement, self._data, instruction.changed)
+        kept = received.load(keeps_whole=keeps_whole)
+        if self._data.is_cuda:
+            torch.cuda.current_stream(self._data.device).synchronize()
+        return kept
+
+
+class IncomingShards(Incoming):
+    """All messages of an update, from the ranks of a group. ``text``: an Instruction in JSON."""
+
+    def __init__(self, text: str, group: dist.ProcessGroup, group_name: str) -> None:
+        super().__init__(text, INSTRUCTION)
+        self._group = group
+        self._limit = limit_of(group_name) or timedelta(minutes=30)
+
+    def receive(
+        self,
+        shape: ModelShape,
+        dtype_of: DtypeOf,
+        placements: MessagePlacements,
+        *,
+        keeps_whole: bool = False,
+    ) -> list[Callable[[], None]]:
         instruction = self._instruction
         fingerprint, steps = _own_steps(shape, instruction.facts, self._group.rank())
-        if fingerprint != instruction.fingerprint:
-            raise OtherPlanError(
-                f"weight update: the engine's plan has the fingerprint {fingerprint}, the trainer's plan has "
-                f"{instruction.fingerprint}: expected one version of megatron_dppo and one model on both sides"
-            )
-        device = next(iter(blocks.values()))[0][0].device
+        _check_fingerprint(fingerprint, instruction.fingerprint)
+        device = placements.device
         store = connect_store(instruction.address, instruction.port, BUSY_CONNECT_S)
         link = Link(self._group, store, self._limit, device)
-        placements = {} if placements is None else placements
-        if any(earlier_plan != fingerprint for earlier_plan, _ in placements):
-            placements.clear()
         kept: list[Callable[[], None]] = []
         buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         last: _Received | None = None
-        for number, step in enumerate(steps):
-            if step.incoming is not None and (fingerprint, number) not in placements:
-                placements[fingerprint, number] = MessagePlacement(step.incoming, blocks, dtype_of)
+        for step in steps:
+            placement = None
+            if step.incoming is not None:
+                placement = placements.of(fingerprint, step.incoming, dtype_of)
             buffers.reverse()
-            counts = None
+            count = WHOLE
             if instruction.has_changes:
-                counts = self._exchange_counts(link, step, last, device)
-            received = _receive_buffer(placements.get((fingerprint, number)), counts, buffers)
+                count = self._exchange_counts(link, step, last, device)
+            received = None
+            if placement is not None:
+                received = _receive_buffer(placement, count, buffers)
             exchanged = link.start(_outgoing(step, last), _incoming(step, received))
             if last is not None:
                 kept += last.load(keeps_whole=keeps_whole)
@@ -325,7 +437,7 @@ class IncomingShards:
 
     def _exchange_counts(
         self, link: Link, step: ShardStep, last: _Received | None, device: torch.device
-    ) -> int | None:
+    ) -> int:
         """Exchange the numbers of changes of a step's messages. Returns the number of the incoming message."""
         sends = []
         if step.target is not None and last is not None:
@@ -353,26 +465,23 @@ class _Received(NamedTuple):
             received = Changes(
                 positions.view(torch.int32), values.view(item_dtype(message.item_bytes))
             )
-            is_own = torch.ones(message.bytes, dtype=torch.uint8, device=self.data.device)
-            return [partial(self.placement.apply, own_changes(received, is_own))]
+            return [partial(self.placement.apply, kept_changes(received, message.bytes))]
         if keeps_whole:
             return [partial(self.placement.place, self.data.to("cpu", copy=True))]
         self.placement.place(self.data)
         return []
 
 
-def _receive_buffer(
-    placement: MessagePlacement | None, count: int | None, buffers: list[Tensor]
-) -> _Received | None:
+def _sent_bytes(message: Message, changed: int) -> int:
+    """Return the bytes of a message that is sent whole, or of its changes."""
+    if changed == WHOLE:
+        return message.bytes
+    return sum(changes_bytes(changed, message.item_bytes))
+
+
+def _receive_buffer(placement: MessagePlacement, count: int, buffers: list[Tensor]) -> _Received:
     """Return the step's message with memory for its bytes, a part of ``buffers[0]``."""
-    if placement is None:
-        return None
-    message = placement.message
-    size = message.bytes
-    if count is None:
-        count = WHOLE
-    if count != WHOLE:
-        size = sum(changes_bytes(count, message.item_bytes))
+    size = _sent_bytes(placement.message, count)
     if buffers[0].numel() < size:
         buffers[0] = buffers[0].new_empty(size)
     return _Received(placement, buffers[0][:size], count)

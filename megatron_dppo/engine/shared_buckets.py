@@ -1,4 +1,4 @@
-"""Buckets in shared memory: an engine on the same host receives a handle of the memory instead of the bytes.
+"""Bytes in shared memory: an engine on the same host receives a handle of the memory instead of the bytes.
 
 SGLang unpickles the handle. This process only pickles it, and imports nothing of SGLang. On a GPU the handle is a
 handle of CUDA IPC. It was tested on an H100 with another process of ours, but not yet with SGLang.
@@ -9,12 +9,11 @@ from __future__ import annotations
 import base64
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,13 +45,27 @@ def shared_empty(size: int, device: torch.device | str) -> Tensor:
         return torch.empty(size, dtype=torch.uint8).share_memory_()
 
 
-def shared_payloads(header: WireHeader, data: Tensor, ranks: int) -> list[str]:
-    """Return one serialised handle of ``data`` for each engine rank, in base64."""
-    bucket = {"flattened_tensor": data, "metadata": _metadata(header)}
+class SharedBytes(NamedTuple):
+    """Bytes in shared memory for one engine rank, and the text that says what they are."""
+
+    text: str
+    data: Tensor
+
+
+def shared_payloads(by_rank: Sequence[SharedBytes | None]) -> list[str]:
+    """Return a serialised handle for each engine rank, in base64. A rank without bytes gets no tensor.
+
+    The keys are those of SGLang's ``flattened_bucket``.
+    """
+    payloads = []
     # Each rank needs its own handle: a handle counts as one reference to the memory until its rank has opened and
     # dropped it.
     with _file_system_sharing():
-        return [base64.b64encode(_Pickler.dumps(bucket)).decode() for _ in range(ranks)]
+        for shared in by_rank:
+            text, data = ("", None) if shared is None else shared
+            content = _Pickler.dumps({"flattened_tensor": data, "metadata": text})
+            payloads.append(base64.b64encode(content).decode())
+    return payloads
 
 
 def open_payload(payload: str, index_of: Mapping[str, int]) -> dict[str, Any]:
@@ -82,25 +95,6 @@ def named_by_uuid(
     new_arguments = list(arguments)
     new_arguments[_DEVICE_ARGUMENT] = uuid_of(new_arguments[_DEVICE_ARGUMENT])
     return rebuild, tuple(new_arguments)
-
-
-def _metadata(header: WireHeader) -> list[SimpleNamespace]:
-    """Return the fields of ``FlattenedTensorMetadata`` that SGLang reads, in a type that SGLang's unpickler admits."""
-    entries = []
-    start = 0
-    for name, dtype_name, dims in zip(header.names, header.dtypes, header.shapes, strict=True):
-        shape = torch.Size(dims)
-        dtype = getattr(torch, dtype_name)
-        size = shape.numel() * dtype.itemsize
-        end = start + size
-        # SGLang counts the elements of the flat tensor. These elements are bytes.
-        entries.append(
-            SimpleNamespace(
-                name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=size
-            )
-        )
-        start = end
-    return entries
 
 
 class _Pickler(ForkingPickler):

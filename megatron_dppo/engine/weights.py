@@ -4,7 +4,6 @@ of its memory."""
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,10 +28,9 @@ from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
 from megatron_dppo.engine.running_server import check_layout, check_placement
 from megatron_dppo.engine.server_state import MemoryTag, SchedulerState, state_of
-from megatron_dppo.engine.shared_buckets import WireHeader, shared_payloads
+from megatron_dppo.engine.shared_buckets import SharedBytes, WireHeader, shared_payloads
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError
-from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.mapping import engine_inputs
 from megatron_dppo.model.quantization import stored_tensors
 from megatron_dppo.model.shape import ModelShape
@@ -473,10 +471,10 @@ class EngineWeights:
         }
         await self._call_on_weights("/update_weights_from_distributed", body)
 
-    async def receive_shared(self, header: WireHeader, data: Tensor) -> None:
-        """Make the engine open a bucket in shared memory, and return when the bucket is loaded."""
+    async def receive_shared(self, by_rank: Sequence[SharedBytes | None]) -> None:
+        """Make each engine rank open its bytes in shared memory, and return when they are loaded."""
         body = {
-            "serialized_named_tensors": shared_payloads(header, data, self.ranks),
+            "serialized_named_tensors": shared_payloads(by_rank),
             "load_format": "flattened_bucket",
             "flush_cache": False,
             **_SERVED,
@@ -595,37 +593,9 @@ class EngineWeights:
             encoded += block_fp8.encode(name, tensor.detach())
         return encoded
 
-    def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> WireHeader:
-        """Return the header of a bucket of encoded tensors (names, shapes)."""
-        input_names: list[str] = []
-        input_dims: list[tuple[int, ...]] = []
-        dtype_names: list[str] = []
-        size = 0
-        for name, dims in tensors:
-            dtype = self.tensors.sent_dtype(name, self._dtype)
-            for input_name in self.inputs(name):
-                input_names.append(input_name)
-                input_dims.append(tuple(dims))
-                dtype_names.append(_name_of(dtype))
-                size += math.prod(dims) * dtype.itemsize
-        return WireHeader(tuple(input_names), tuple(dtype_names), tuple(input_dims), size)
-
-    def planned_header(self, bucket: PlannedBucket) -> WireHeader:
-        """Return the header of a bucket that is not gathered yet."""
-        gathered = [(tensor.name, tensor.shape) for tensor in bucket.tensors]
-        return self.header(self.sent_shapes(gathered))
-
     def probe_header(self) -> WireHeader:
         """Return the header of a bucket that changes no weight, with which a group is tried."""
         return WireHeader((PROBE,), (_name_of(self._dtype),), ((1,),), self._dtype.itemsize)
-
-    def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        """Return the pieces, 1-D ``uint8``, of an encoded bucket's flat bytes, in the order of its ``header``."""
-        pieces: list[Tensor] = []
-        for name, tensor in bucket:
-            piece = tensor.detach().reshape(-1).view(torch.uint8)
-            pieces += [piece] * len(self.inputs(name))
-        return pieces
 
     def expected(self) -> ExpectedChecksums:
         """Return a new ExpectedChecksums for the buckets of an update."""

@@ -1,8 +1,7 @@
 """The ranks that provide the parts of every Hugging Face tensor, and a plan that streams the tensors in buckets.
 
 Each element comes from exactly one rank, the primary holder of its shard. The tensors of a bucket are gathered on the
-bucket's ``receiver``: rank 0 receives all tensors, or, with ``spread``, the rank that holds most of a tensor receives
-it, so that the fewest bytes move.
+bucket's ``receiver``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from megatron_dppo.model.mapping import (
     hf_tensors,
     own_dtypes,
     primary_parameters,
-    tensors_sent_together,
 )
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.model.splits import Dims
@@ -127,7 +125,7 @@ def adapter_buckets_plan(
         return [p for p in adapter_parameters(adapters, shape, layout, rank) if p.is_primary]
 
     plan = _plan(adapter_tensors(adapters, shape), layout, primary_of)
-    groups = _groups(_units(plan), bucket_bytes, item_bytes)
+    groups = _groups(plan, bucket_bytes, item_bytes)
     return [Bucket(tuple(group)) for group in groups]
 
 
@@ -159,89 +157,34 @@ def _plan(
 
 
 def hf_buckets_plan(
-    shape: ModelShape, layout: Layout, bucket_bytes: int, item_bytes: int, *, spread: bool = False
+    shape: ModelShape, layout: Layout, bucket_bytes: int, item_bytes: int
 ) -> list[Bucket]:
-    """Divide ``gather_plan`` into buckets of at most ``bucket_bytes``. A larger tensor has a bucket of its own.
+    """Divide ``gather_plan`` into buckets of at most ``bucket_bytes`` that rank 0 receives, in model order.
 
-    Tensors that the engine must receive together (``tensors_sent_together``) are in one bucket, at the position of the
-    group's first tensor. Tensors with another type than the model's are in separate buckets. A receiver's buckets of
-    the model's type come before its other buckets.
+    A larger tensor has a bucket of its own. Tensors with another type than the model's are in separate buckets, after
+    the others.
 
     Args:
         shape: The model.
         layout: The trainer's layout.
         bucket_bytes: Largest size of a bucket.
-        item_bytes: Bytes of an element when it is sent.
-        spread: True: gather each tensor on its ``largest_holder``, and alternate between receivers, so that one
-            receiver sends a bucket while other receivers gather their buckets. False: gather all tensors on rank 0, in
-            model order.
+        item_bytes: Bytes of an element of the model's type.
     """
-    units = _units(gather_plan(shape, layout), tensors_sent_together(shape))
-    receivers = [0] * len(units)
-    if spread:
-        receivers = [largest_holder(_joined(unit)) for unit in units]
-    units_by_receiver: dict[int, list[Unit]] = {}
-    for unit, receiver in zip(units, receivers, strict=True):
-        units_by_receiver.setdefault(receiver, []).append(unit)
-    return _buckets_in_turn(units_by_receiver, bucket_bytes, item_bytes)
+    return buckets_in_turn({0: gather_plan(shape, layout)}, bucket_bytes, item_bytes)
 
 
 def buckets_in_turn(
-    tensors: Mapping[int, list[TensorSources]], bucket_bytes: int, item_bytes: int
+    tensors: Mapping[int, Sequence[TensorSources]], bucket_bytes: int, item_bytes: int
 ) -> list[Bucket]:
     """Divide each receiver's ``tensors`` into buckets, and alternate between the receivers."""
-    units = {receiver: _units(share) for receiver, share in tensors.items()}
-    return _buckets_in_turn(units, bucket_bytes, item_bytes)
-
-
-Unit = tuple[TensorSources, ...]
-"""Tensors that must be in the same bucket."""
-
-
-def _units(
-    tensors: Sequence[TensorSources], together: Sequence[tuple[str, ...]] = ()
-) -> list[Unit]:
-    """Make one unit of each group of names in ``together``, and one unit of each tensor outside of these groups.
-
-    A unit has the position of its first tensor.
-    """
-    first_names: dict[str, str] = {}
-    for group in together:
-        first_names.update(dict.fromkeys(group, group[0]))
-    units: dict[str, list[TensorSources]] = {}
-    for tensor in tensors:
-        first_name = first_names.get(tensor.name, tensor.name)
-        units.setdefault(first_name, []).append(tensor)
-    return [tuple(unit) for unit in units.values()]
-
-
-def _joined(unit: Unit) -> TensorSources:
-    """Return one tensor with the pieces of all tensors of ``unit``, to choose a receiver."""
-    pieces: list[Piece] = []
-    for tensor in unit:
-        pieces += tensor.pieces
-    elements = sum(tensor.elements for tensor in unit)
-    return TensorSources(unit[0].name, (elements,), tuple(pieces))
-
-
-def _buckets_in_turn(
-    units: Mapping[int, list[Unit]], bucket_bytes: int, item_bytes: int
-) -> list[Bucket]:
     buckets_by_receiver = []
-    for receiver, share in sorted(units.items()):
+    for receiver, share in sorted(tensors.items()):
         groups = _groups(share, bucket_bytes, item_bytes)
         buckets_by_receiver.append([Bucket(tuple(group), receiver) for group in groups])
     buckets: list[Bucket] = []
     for turn in zip_longest(*buckets_by_receiver):
         buckets += [bucket for bucket in turn if bucket is not None]
     return buckets
-
-
-def largest_holder(tensor: TensorSources) -> int:
-    """Return the rank that holds most of ``tensor``; of several, the lowest."""
-    elements = elements_held(tensor)
-    most_elements = max(elements.values())
-    return min(rank for rank, count in elements.items() if count == most_elements)
 
 
 def elements_between_nodes(bucket: Bucket, ranks_per_node: int) -> int:
@@ -260,31 +203,30 @@ def elements_held(tensor: TensorSources) -> Counter[int]:
 
 
 def _groups(
-    units: Sequence[Unit], bucket_bytes: int, item_bytes: int
+    tensors: Sequence[TensorSources], bucket_bytes: int, item_bytes: int
 ) -> Iterator[list[TensorSources]]:
     """Yield the tensors of each bucket: first the buckets of the model's type, then the buckets of each other type."""
-    units_by_dtype: dict[str | None, list[Unit]] = {None: []}
-    for unit in units:
-        # All tensors of a unit have the same type.
-        units_by_dtype.setdefault(unit[0].dtype, []).append(unit)
-    for dtype, units_of_dtype in units_by_dtype.items():
+    tensors_by_dtype: dict[str | None, list[TensorSources]] = {None: []}
+    for tensor in tensors:
+        tensors_by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, tensors_of_dtype in tensors_by_dtype.items():
         dtype_bytes = item_bytes if dtype is None else ITEM_BYTES[dtype]
-        yield from _fill_groups(units_of_dtype, bucket_bytes, dtype_bytes)
+        yield from _fill_groups(tensors_of_dtype, bucket_bytes, dtype_bytes)
 
 
 def _fill_groups(
-    units: Sequence[Unit], bucket_bytes: int, item_bytes: int
+    tensors: Sequence[TensorSources], bucket_bytes: int, item_bytes: int
 ) -> Iterator[list[TensorSources]]:
     group: list[TensorSources] = []
     group_bytes = 0
-    # Keep the order of the units, although another order could save a bucket.
-    for unit in units:
-        unit_bytes = sum(tensor.elements for tensor in unit) * item_bytes
-        if group and group_bytes + unit_bytes > bucket_bytes:
+    # Keep the order of the tensors, although another order could save a bucket.
+    for tensor in tensors:
+        tensor_bytes = tensor.elements * item_bytes
+        if group and group_bytes + tensor_bytes > bucket_bytes:
             yield group
             group = []
             group_bytes = 0
-        group += unit
-        group_bytes += unit_bytes
+        group.append(tensor)
+        group_bytes += tensor_bytes
     if group:
         yield group

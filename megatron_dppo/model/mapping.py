@@ -277,20 +277,6 @@ def engine_inputs(shape: ModelShape, hf_name: str) -> list[str]:
     return [hf_name]
 
 
-def tensors_sent_together(shape: ModelShape) -> list[tuple[str, ...]]:
-    """Return groups of Hugging Face tensors that the engine must receive in one bucket.
-
-    A group has the sources of one tensor in ``Family.engine``. SGLang builds this tensor from the tensors of a single
-    call. If a call has only one of several sources, SGLang silently drops this source.
-    """
-    groups = []
-    for layer in range(shape.num_layers):
-        for row in family_of(shape).engine:
-            if len(row.sources) > 1 and row.layers(shape, layer):
-                groups.append(tuple(source.name.format(layer=layer) for source in row.sources))
-    return groups
-
-
 def experts_of(shape: ModelShape, rank: int, ranks: int) -> range:
     """Return the numbers of the experts that expert-parallel ``rank`` of ``ranks`` holds."""
     count = shape.num_experts // ranks

@@ -88,18 +88,14 @@ class TrainerWeights:
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
-    def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
-        """Plan all weights in buckets.
-
-        With ``spread``, the rank that holds most of a bucket gathers it. Otherwise rank 0 gathers all.
-        """
+    def plan(self, bucket_bytes: int) -> list[gather_plan.Bucket]:
+        """Plan all weights in buckets that rank 0 gathers."""
         trainer = self._trainer
         return gather_plan.hf_buckets_plan(
             trainer.shape,
             trainer.layout,
             bucket_bytes=bucket_bytes,
             item_bytes=trainer.dtype.itemsize,
-            spread=spread,
         )
 
     def bytes_between_nodes(self, plan: Sequence[gather_plan.Bucket]) -> int:
@@ -176,7 +172,7 @@ class AdapterWeights(TrainerWeights):
             trainer.adapted.adapters, trainer.shape, trainer.config.model.hf_checkpoint
         )
 
-    def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
+    def plan(self, bucket_bytes: int) -> list[gather_plan.Bucket]:
         """Plan buckets for all A and B. Rank 0 gathers the buckets."""
         trainer = self._trainer
         return gather_plan.adapter_buckets_plan(

@@ -53,7 +53,7 @@ class AdapterStrategy(FolderStrategy):
         # Remove the tensors and the folder of an update that failed.
         self.abort()
 
-    def send(self, bucket: Bucket) -> int:
+    def write(self, bucket: Bucket) -> int:
         sent_bytes = 0
         for name, tensor in bucket:
             self._tensors.append((name, tensor.detach().to("cpu", copy=True)))
@@ -78,7 +78,8 @@ class AdapterStrategy(FolderStrategy):
         self._tensors = []
         self.remove_folder()
 
-    def _count_bytes(self, engines: Engines) -> int:
+    @property
+    def whole_bytes(self) -> int:
         return sum(bucket.elements for bucket in self.buckets) * self.dtype.itemsize
 
     def _compare(self, digests_by_url: Mapping[str, Mapping[str, str]]) -> None:
@@ -182,7 +183,7 @@ class AdapterUpdater(WeightUpdater):
 
     def _hash_base(self, phases: Phases) -> list[Any] | None:
         """Gather and hash the frozen model on rank 0. Collective. Returns partial checksums, or None on other ranks."""
-        plan = self.source.base.plan(self._transfer.bucket_bytes, spread=False)
+        plan = self.source.base.plan(self._transfer.bucket_bytes)
         expected_checksums = None
         if self._is_rank_0 and self._engines is not None:
             expected_checksums = verification.ExpectedByLayout(self._engines)

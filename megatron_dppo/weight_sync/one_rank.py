@@ -54,10 +54,9 @@ class OneRankWeights:
         """Return ``values``: there is one rank."""
         return values
 
-    def plan(self, bucket_bytes: int, *, spread: bool) -> Plan:
+    def plan(self, bucket_bytes: int) -> Plan:
         """Plan all weights in buckets."""
-        item_bytes = self.dtype.itemsize
-        return hf_buckets_plan(self.shape, self.layout, bucket_bytes, item_bytes, spread=spread)
+        return hf_buckets_plan(self.shape, self.layout, bucket_bytes, self.dtype.itemsize)
 
     def gather(self, plan: Plan) -> Iterator[Gathered]:
         """Yield the plan's buckets as a trainer does."""

@@ -1,22 +1,16 @@
-"""Strategy ``distributed``: every engine rank receives only the bytes that it keeps (``model/shard_plan.py``).
+"""Updates in which every engine rank receives only the bytes that it keeps (``model/shard_plan.py``).
 
-The trainer ranks of the plan and all engine ranks are one group of gloo or NCCL. A trainer rank packs the slices of a
-message into a buffer by one call, and sends the buffer to the first engine rank of the message's column. No rank has a
-whole tensor. The hash of an engine tensor is a sum, so each trainer rank hashes the slices that it sends, and rank 0
-adds the sums.
-
-Only rank 0 calls the engines: one request to each server starts the transfer of the whole update.
+A trainer rank packs the slices of a message into a buffer by one call. No rank has a whole tensor. The hash of an
+engine tensor is a sum, so each trainer rank hashes the slices that it sends, and rank 0 adds the sums.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -25,35 +19,28 @@ from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import EnginePart, EngineTensors, IncompleteWeightsError
-from megatron_dppo.engine.direct_loading import SHARDS
 from megatron_dppo.engine.errors import EngineMismatchError
-from megatron_dppo.engine.links import Link, in_background
-from megatron_dppo.engine.shards import INSTRUCTION, WHOLE, Instruction, PlanFacts, slices_in
-from megatron_dppo.engine.shared_buckets import WireHeader
-from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.engine.shards import WHOLE, PlanFacts, slices_in
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.mapping import Segment
 from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.shard_plan import Message, Slice
 from megatron_dppo.tensor_hash import Place, TiledHash, add_placed
-from megatron_dppo.weight_sync.engines import (
-    ENGINE_FAULTS,
-    GRACE_S,
-    Digests,
-    Engines,
-    foreign_host,
-    meeting_address,
-    require_routable,
-)
+from megatron_dppo.weight_sync.engines import Digests, Engines, foreign_host
 from megatron_dppo.weight_sync.phases import Phases
 from megatron_dppo.weight_sync.piece_scales import AllMax, PieceScales, Values
 from megatron_dppo.weight_sync.sent_weights import SentWeights
 from megatron_dppo.weight_sync.source import WeightSource
 from megatron_dppo.weight_sync.strategy import Strategy, Streamed
-from megatron_dppo.weight_sync.weight_group import WeightGroup, call_off
 
-log = logging.getLogger(__name__)
+Allocate = Callable[[int, torch.device], Tensor]
+"""Returns memory for a number of bytes on a device."""
+
+
+def empty_bytes(size: int, device: torch.device) -> Tensor:
+    """Allocate ``size`` bytes."""
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 class ServerFacts(NamedTuple):
@@ -82,10 +69,8 @@ class ServerFacts(NamedTuple):
                     "placed directly), or weight_sync.strategy disk"
                 )
         first = engines.first
-        urls = [engine.url for engine in engines.members]
-        require_routable(urls)
         return cls(
-            urls,
+            [engine.url for engine in engines.members],
             [engine.tensors.layout for engine in engines.members],
             first.device,
             first.tensors.quantized,
@@ -114,18 +99,21 @@ class Shards:
         plan: the plan.
         facts: the facts that the engines compute the plan from.
         messages: the messages that this rank sends, in the order of their steps.
+        batches: the messages, in batches that are packed and sent at the same time; see ``batches_of``.
     """
 
-    def __init__(self, shape: ModelShape, facts: PlanFacts, device: str, rank: int) -> None:
+    def __init__(
+        self, shape: ModelShape, facts: PlanFacts, device: str, rank: int, batch_bytes: int = 0
+    ) -> None:
         self.plan = facts.plan(shape)
         self.facts = facts
         self.messages = [message for message in self.plan.messages if message.sender == rank]
         self.dtype: torch.dtype = getattr(torch, facts.dtype)
-        self._largest = max((message.bytes for message in self.messages), default=0)
+        self.batches = batches_of(self.messages, batch_bytes)
+        self._largest = max(map(_bytes_of, self.batches), default=0)
         self._buffers: list[Tensor] = []
-        self._packed = 0
         self._targets: dict[tuple[int, int], list[Tensor]] = {}
-        """The views of a buffer that a message's slices fill, by the numbers of the message and of the buffer."""
+        """The views of memory that a message's slices fill, by the message's id and the memory's address."""
         self._tables: dict[EngineLayout, EngineTensors] = {}
         self._servers: list[tuple[EngineLayout, int]] = []
         """For each engine rank of the plan, its server's layout and its rank in the server."""
@@ -166,21 +154,41 @@ class Shards:
         if self._scales is not None:
             self._scales.compute(values, all_max)
 
-    def pack(self, message: Message, values: Values) -> Tensor:
-        """Return the flat bytes of a message. The result stays valid until the second call after this one."""
-        sources = [self._value_of(part, values) for part in message.slices]
-        if not self._buffers:
-            device = sources[0].device
-            for _ in range(2):
-                self._buffers.append(torch.empty(self._largest, dtype=torch.uint8, device=device))
-        number = self._packed % 2
-        self._packed += 1
-        data = self._buffers[number][: message.bytes]
-        key = (id(message), number)
+    def pack(
+        self, batch: Sequence[Message], values: Values, allocate: Allocate = empty_bytes
+    ) -> list[Tensor]:
+        """Return the flat bytes of each message of a batch, in one of two buffers of ``allocate``.
+
+        The result stays valid until the second call after this one.
+        """
+        self._buffers.reverse()
+        if len(self._buffers) < 2:
+            device = next(iter(values.values())).device
+            self._buffers.insert(0, allocate(self._largest, device))
+        packed: list[Tensor] = []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        start = 0
+        for message in batch:
+            data = self._buffers[0][start : start + message.bytes]
+            start += message.bytes
+            packed.append(data)
+            targets += self._targets_of(message, data)
+            sources += [self._value_of(part, values) for part in message.slices]
+        torch._foreach_copy_(targets, sources)
+        return packed
+
+    def _targets_of(self, message: Message, data: Tensor) -> list[Tensor]:
+        """Return the view of ``data`` for each slice of a message. The views are made once."""
+        key = (id(message), data.data_ptr())
         if key not in self._targets:
             self._targets[key] = [view for _, view in slices_in(message, data, self.dtype_of)]
-        torch._foreach_copy_(self._targets[key], sources)
-        return data
+        return self._targets[key]
+
+    def forget_buffers(self) -> None:
+        """Pack into new buffers from here on."""
+        self._buffers.clear()
+        self._targets.clear()
 
     def _value_of(self, part: Slice, values: Values) -> Tensor:
         """Return the slice of a trainer rank's tensor, or its quantised values or scales."""
@@ -256,6 +264,27 @@ class Shards:
         return digests
 
 
+def batches_of(messages: Iterable[Message], batch_bytes: int) -> list[list[Message]]:
+    """Divide messages into batches, in their order.
+
+    A batch of several messages has at most ``batch_bytes``, and at most one message for each engine rank.
+    """
+    batches: list[list[Message]] = []
+    receivers: set[int] = set()
+    for message in messages:
+        is_full = not batches or _bytes_of(batches[-1]) + message.bytes > batch_bytes
+        if is_full or not receivers.isdisjoint(message.column):
+            batches.append([])
+            receivers.clear()
+        batches[-1].append(message)
+        receivers.update(message.column)
+    return batches
+
+
+def _bytes_of(batch: Iterable[Message]) -> int:
+    return sum(message.bytes for message in batch)
+
+
 Places = dict[tuple[EngineLayout, int, Segment], list[EnginePart]]
 """The places of a block in the tensors of an engine rank: (server layout, rank in the server, block) -> places."""
 
@@ -316,20 +345,21 @@ class ShardChecksums:
         self._bytes: dict[tuple[EngineLayout, int, str], int] = defaultdict(int)
         self._unfinished: list[Callable[[], None]] = []
 
-    def add(self, message: Message, data: Tensor) -> None:
-        """Start to hash the flat bytes of a message, as the engine ranks of its column hold them."""
+    def add(self, batch: Sequence[Message], data: Sequence[Tensor]) -> None:
+        """Start to hash the flat bytes of each message of a batch, as the engine ranks of its column hold them."""
         placed: list[tuple[TiledHash, Tensor, Place]] = []
-        for run in self._runs_of(message):
-            tensor_hash = self._hashes.get(run.key)
-            if tensor_hash is None:
-                layout, rank, name = run.key
-                tensor_hash = _new_hash(self._tables[layout], rank, name, self._dtype)
-                self._hashes[run.key] = tensor_hash
-            held = data[run.start : run.start + run.bytes]
-            if run.form is not None:
-                held = run.form.of(held)
-            placed.append((tensor_hash, held, run.place))
-            self._bytes[run.key] += held.nbytes
+        for message, message_bytes in zip(batch, data, strict=True):
+            for run in self._runs_of(message):
+                tensor_hash = self._hashes.get(run.key)
+                if tensor_hash is None:
+                    layout, rank, name = run.key
+                    tensor_hash = _new_hash(self._tables[layout], rank, name, self._dtype)
+                    self._hashes[run.key] = tensor_hash
+                held = message_bytes[run.start : run.start + run.bytes]
+                if run.form is not None:
+                    held = run.form.of(held)
+                placed.append((tensor_hash, held, run.place))
+                self._bytes[run.key] += held.nbytes
         self._unfinished.append(add_placed(placed))
 
     def partials(self) -> list[Any]:
@@ -416,36 +446,39 @@ def _add_zeros(
     return zeros.nbytes
 
 
-class _Rendezvous(NamedTuple):
-    """The rendezvous of the group, its name, and its backend of torch.distributed."""
+class Sent(NamedTuple):
+    """A message as it is sent: its flat bytes, or their changes since the last update (``engine/changes.py``).
 
-    address: str
-    port: int
-    name: str
-    backend: str
+    Attributes:
+        message: the message.
+        data: the bytes to send.
+        changed: the number of changes; WHOLE if ``data`` is the whole message.
+    """
 
-    def call_off(self) -> None:
-        """Make all ranks of the group stop waiting. Never raises."""
-        call_off(self.address, self.port)
+    message: Message
+    data: Tensor
+    changed: int
 
 
 class ShardStrategy(Strategy):
-    """Sends messages of a plan from one trainer rank, and as rank 0 controls the engines.
+    """Sends the messages of a plan from one trainer rank. A subclass brings them to the engine ranks of their columns.
 
-    The group lives from one update to the next, and is opened again after an abort. ``weight_sync.timeout_s`` bounds
-    the whole transfer of an update.
+    ``weight_sync.timeout_s`` bounds the whole transfer of an update.
+
+    Attributes:
+        allocate: allocates the memory of messages.
+        sent_weights: the bytes that this rank sent last; None if every update sends all weights.
+        planned: this rank's messages; None before ``plan``.
     """
+
+    allocate: Allocate = staticmethod(empty_bytes)
 
     def __init__(self, source: WeightSource, config: WeightSyncConfig) -> None:
         super().__init__(source, config)
-        self._planned: Shards | None = None
+        self.sent_weights = SentWeights() if config.changes_only else None
+        self.planned: Shards | None = None
         self._servers: ServerFacts | None = None
         self._hosts: list[str | None] = []
-        self._group: WeightGroup | None = None
-        self._link: Link | None = None
-        self._aborted_groups: list[str] = []
-        self._sending: Future[None] | None = None
-        self._requests: Future[None] | None = None
 
     def attach(self, engines: Engines) -> None:
         self._servers = ServerFacts.of(engines)
@@ -454,34 +487,49 @@ class ShardStrategy(Strategy):
     def plan(self, source: WeightSource) -> None:
         own_facts = None if self._servers is None else self._servers.to_json()
         self._servers = ServerFacts.of_json(source.all_gather(own_facts)[0])
+        self._hosts = self._servers.hosts_of_ranks()
         facts = PlanFacts(
             source.layout,
             tuple(self._servers.layouts),
-            self.bucket_bytes,
+            self.message_bytes(self._servers),
             source.dtype_name,
             self._servers.quantized,
         )
-        if self._planned is None or self._planned.facts != facts:
-            self._planned = Shards(source.shape, facts, self._servers.device, self.rank)
+        if self.planned is None or self.planned.facts != facts:
+            self.planned = Shards(
+                source.shape, facts, self._servers.device, self.rank, self.batch_bytes
+            )
             if self.sent_weights is not None:
                 # The kept bytes are of messages of another plan.
                 self.sent_weights = SentWeights()
 
+    def message_bytes(self, servers: ServerFacts) -> int:
+        """Return the largest size of a message."""
+        return self.bucket_bytes
+
+    @property
+    def batch_bytes(self) -> int:
+        """The largest size of a batch of several messages; 0: every batch is one message."""
+        return 0
+
+    def send(self, batch: Sequence[Sent]) -> None:
+        """Start to send a batch after this rank's batch before has arrived.
+
+        The caller may change the bytes after two further calls.
+        """
+        raise NotImplementedError
+
     @property
     def shards(self) -> Shards:
         """The messages of this rank to the attached engines."""
-        assert self._planned is not None
-        return self._planned
+        assert self.planned is not None
+        return self.planned
 
     @property
     def servers(self) -> ServerFacts:
         """The attached servers."""
         assert self._servers is not None
         return self._servers
-
-    @property
-    def _members(self) -> tuple[int, ...]:
-        return self.shards.plan.members
 
     @property
     def foreign_hosts(self) -> list[str]:
@@ -509,89 +557,6 @@ class ShardStrategy(Strategy):
     def digests(self, partials: Sequence[list[Any]]) -> Digests:
         return self.shards.digests(partials)
 
-    def meeting_point(self) -> Any:
-        """Return, on rank 0, the _Rendezvous of the group as a list."""
-        if self.engines is None:
-            return None
-        if self._group is None:
-            address = meeting_address(self.servers.urls)
-            self._group = self._new_group(address)
-        group = self._group
-        return [group.address, group.port, group.name, group.backend]
-
-    def _new_group(self, address: str, port: int = 0, name: str = "") -> WeightGroup:
-        return WeightGroup(
-            ranks=sum(layout.tensor for layout in self.servers.layouts),
-            address=address,
-            device=self.servers.device,
-            timeout_s=self.config.timeout_s,
-            members=len(self._members),
-            rank=self._members.index(self.rank),
-            port=port,
-            name=name,
-        )
-
-    def begin(self, meeting_points: Sequence[Any]) -> None:
-        """Join the group. Rank 0 also opens the update in the engines, and makes them receive all messages."""
-        point = _Rendezvous(*meeting_points[0])
-        self._hosts = self.servers.hosts_of_ranks()
-        if self.rank not in self._members:
-            return
-        try:
-            self._join(point)
-        except BaseException:
-            # The other ranks wait for this one.
-            point.call_off()
-            raise
-
-    def _join(self, point: _Rendezvous) -> None:
-        """Join the group; see ``begin``."""
-        if self._group is None or self._group.name != point.name:
-            self._group = self._new_group(point.address, point.port, point.name)
-            self._link = None
-        if self.engines is not None:
-            self._leave_aborted_groups(self.engines)
-            if self._link is None:
-                self._open_group(self.engines, point, self._group.is_called_off)
-            self.engines.each(lambda engine: engine.begin())
-        if self._link is None:
-            self._group.wait(self._group.joined)
-            self._link = self._group.link(torch.device(self.servers.device))
-        if self.engines is not None:
-            self._requests = in_background(partial(self._receive, self.engines, point))
-
-    def _open_group(
-        self, engines: Engines, point: _Rendezvous, is_called_off: Callable[[], bool]
-    ) -> None:
-        """Have every engine join the group. Raises CalledOffError if a trainer rank could not join."""
-        size = len(self._members) + engines.ranks
-        ranks = engines.first_ranks(len(self._members))
-        calls = engines.start(
-            lambda engine: engine.open_group(*point, first_rank=ranks[engine.url], size=size)
-        )
-        step = f"opening the group {point.name}"
-        engines.arrive(calls, self.config.timeout_s, step, point.call_off, is_called_off)
-
-    def _receive(self, engines: Engines, point: _Rendezvous) -> None:
-        """Have every engine receive its messages."""
-        instruction = Instruction(
-            self.shards.facts,
-            self.shards.plan.fingerprint,
-            point.address,
-            point.port,
-            has_changes=self.sent_weights is not None,
-        )
-        text = INSTRUCTION.dump_json(instruction).decode()
-        header = WireHeader((SHARDS, text), ("uint8", "uint8"), ((0,), (0,)), 0)
-        calls = engines.start(lambda engine: engine.receive(header, point.name))
-        # A request that hangs may outlive its group. It must not call the next group off.
-        engines.arrive(calls, self.config.timeout_s, "the transfer of all weights", point.call_off)
-
-    def _call_off(self) -> None:
-        """Make all ranks of the group stop waiting."""
-        if self._group is not None:
-            call_off(self._group.address, self._group.port)
-
     def stream(
         self, source: WeightSource, phases: Phases, *, verify: bool, sends_changes: bool
     ) -> Streamed:
@@ -607,101 +572,49 @@ class ShardStrategy(Strategy):
             self.abort()
             return Streamed(0, 0, 0, None)
         sent = forwarded = between_nodes = 0
-        for message in shards.messages:
-            data = phases.run("gather", shards.pack, message, values)
-            if data is not None:
-                size = phases.run("transfer", self.send_message, message, data) or 0
+        for batch in shards.batches:
+            data = phases.run("gather", shards.pack, batch, values, self.allocate)
+            if data is None:
+                break
+            for message, size in phases.run("transfer", self._send, batch, data) or ():
                 sent += size
                 forwarded += size * (len(message.column) - 1)
                 between_nodes += size * _hops_between_nodes(
                     [self._hosts[rank] for rank in message.column]
                 )
-            if data is not None and checksums is not None:
-                phases.run("hash", checksums.add, message, data)
+            if checksums is not None:
+                phases.run("hash", checksums.add, batch, data)
             if phases.error is not None:
-                self.abort()
-                return Streamed(sent, forwarded, between_nodes, None)
+                break
+        if phases.error is not None:
+            self.abort()
+            return Streamed(sent, forwarded, between_nodes, None)
         partials = checksums.partials() if checksums is not None else None
         return Streamed(sent, forwarded, between_nodes, partials)
 
-    def send_message(self, message: Message, data: Tensor) -> int:
-        """Wait until this rank's last message is sent, then start to send ``message``, packed as ``data``.
+    def _send(self, batch: Sequence[Message], data: Sequence[Tensor]) -> list[tuple[Message, int]]:
+        """Start to send a batch with these flat bytes. Returns the number of bytes that are sent of each message."""
+        sent_batch = list(map(self._as_sent, batch, data))
+        self.send(sent_batch)
+        return [(sent.message, sent.data.numel()) for sent in sent_batch]
 
-        Returns the number of bytes sent.
-        """
-        assert self._link is not None
-        target = len(self._members) + message.column[0]
+    def _as_sent(self, message: Message, data: Tensor) -> Sent:
+        changes = None
         if self.sent_weights is not None:
             changes = self.sent_weights.changes(data, message.item_bytes)
-            self._wait_for_message()
-            count = WHOLE if changes is None else changes.count
-            header = torch.tensor([count], device=data.device)
-            self._sending = self._link.start([(header, target)], [])
-            if changes is not None:
-                data = torch.cat(changes.pieces())
-        self._wait_for_message()
-        self._sending = self._link.start([(data, target)], [])
-        return data.numel()
-
-    def arrive(self) -> None:
-        self._wait_for_message()
-        if self._requests is not None:
-            self._requests.result()
-            self._requests = None
+        if changes is None:
+            return Sent(message, data, WHOLE)
+        pieces = changes.pieces()
+        changed = self.allocate(sum(piece.numel() for piece in pieces), data.device)
+        return Sent(message, torch.cat(pieces, out=changed), changes.count)
 
     def end(self) -> None:
         assert self.engines is not None
         self.engines.each(lambda engine: engine.end())
 
-    def abort(self) -> None:
-        """Leave the group, and free the engines and the other trainer ranks that wait in it."""
-        requests = self._requests
-        self._sending = None
-        self._requests = None
-        self._link = None
-        if self._group is not None:
-            self._call_off()
-            if self.engines is not None:
-                self._aborted_groups.append(self._group.name)
-            self._group.abort()
-            self._group = None
-        if requests is not None:
-            # A request that is still on its way would load its messages into the session that a caller opens next.
-            wait([requests], GRACE_S)
-
     def close(self) -> None:
-        """Have the engines leave the group. Never raises: an engine that has ended has also left."""
-        if self.engines is not None:
-            if self._group is not None:
-                self._aborted_groups.append(self._group.name)
-            self._leave_aborted_groups(self.engines)
         super().close()
-        self._aborted_groups = []
         self._servers = None
-
-    def _leave_aborted_groups(self, engines: Engines) -> None:
-        for name in self._aborted_groups:
-            try:
-                engines.each(partial(EngineWeights.close_group, name=name))
-            except ENGINE_FAULTS as error:
-                log.info("an engine did not leave the weight group: %s", error)
-        self._aborted_groups = []
-
-    def _wait_for_message(self) -> None:
-        """Wait until this rank's last message is sent. A failure frees the ranks that wait for this rank."""
-        sending = self._sending
-        self._sending = None
-        if sending is None:
-            return
-        assert self._link is not None
-        try:
-            self._link.wait(sending)
-        except BaseException:
-            self._call_off()
-            if self._requests is not None:
-                # Rank 0 made the HTTP calls, so its exception names the failing engine.
-                self._requests.result()
-            raise
 
 
 def _hops_between_nodes(hosts: Sequence[str | None]) -> int:

@@ -41,12 +41,8 @@ class WeightSource(Protocol):
     def all_max(self, values: Tensor) -> Tensor:
         """Return the element-wise maximum of the vectors ``values`` of all ranks."""
 
-    def plan(self, bucket_bytes: int, *, spread: bool) -> Plan:
-        """Plan all weights in buckets of ``bucket_bytes``.
-
-        With ``spread``, each bucket's receiver is the rank that holds most of the bucket. Without ``spread``, rank 0
-        receives all buckets.
-        """
+    def plan(self, bucket_bytes: int) -> Plan:
+        """Plan all weights in buckets of ``bucket_bytes`` that rank 0 receives."""
 
     def gather(self, plan: Plan) -> Iterator[Gathered]:
         """Gather the plan's buckets one after another, each on its receiver.

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.weight_sync.engines import Digests, Engines
 from megatron_dppo.weight_sync.phases import Phases
-from megatron_dppo.weight_sync.sent_weights import SentWeights
 from megatron_dppo.weight_sync.source import WeightSource
 
 
@@ -40,8 +39,8 @@ class Strategy:
 
     Attributes:
         bucket_bytes: the largest size of a message, or of a bucket.
+        calls_engines: whether this rank needs connections to the engines.
         engines: this rank's connections to the engines; None if it has none.
-        sent_weights: the bytes that this rank sent last; None if every update sends all weights.
     """
 
     def __init__(self, source: WeightSource, config: WeightSyncConfig) -> None:
@@ -49,12 +48,7 @@ class Strategy:
         self.bucket_bytes = config.bucket_bytes
         self.rank = source.rank
         self.engines: Engines | None = None
-        self.sent_weights = SentWeights() if config.changes_only else None
-
-    @property
-    def calls_engines(self) -> bool:
-        """Whether this rank needs connections to the engines."""
-        return self.rank == 0
+        self.calls_engines = self.rank == 0
 
     def attach(self, engines: Engines) -> None:
         """Use ``engines`` from here on. Only ranks with ``calls_engines`` call this method.

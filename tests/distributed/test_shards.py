@@ -140,8 +140,8 @@ def transfer(
         shards.prepare(values, all_max)
         checksums = shards.checksums()
         for message in shards.messages:
-            data = shards.pack(message, values)
-            checksums.add(message, data)
+            (data,) = shards.pack([message], values)
+            checksums.add([message], [data])
             if spoil is not None:
                 spoil(rank, message, data)
             link.wait(link.start([(data, len(plan.members) + message.column[0])], []))
@@ -167,7 +167,7 @@ def transfer(
     places.fill_padding()
     instruction = Instruction(facts, plan.fingerprint, address, port)
     incoming = IncomingShards(INSTRUCTION.dump_json(instruction).decode(), group, new_name(LIMIT))
-    kept = incoming.receive(shape, places.blocks, lambda name: table.sent_dtype(name, DTYPE))
+    kept = incoming.receive(shape, lambda name: table.sent_dtype(name, DTYPE), places.placements)
     assert kept == []
     dist.all_gather_object([None] * dist.get_world_size(), None)
     expected = expected_of(table, whole)[engine_rank]

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_dppo.weight_sync import verification
+from megatron_dppo.weight_sync.distributed import DistributedStrategy
 from megatron_dppo.weight_sync.engines import Engines
-from megatron_dppo.weight_sync.shards import ShardStrategy
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from tests.integration import weight_server
 from tests.integration.weight_server import Source, engine_weights, read, updater
@@ -54,10 +54,10 @@ def in_stream(source: Source) -> None:
 
 POINTS: dict[str, Callable[[Source], None]] = {
     "paused": at(WeightUpdater, "_pause", is_after=True),
-    "joining": at(ShardStrategy, "_all_arrive"),
-    "receiving": at(ShardStrategy, "_receive"),
+    "joining": at(Engines, "arrive"),
+    "receiving": at(DistributedStrategy, "_receive"),
     "streaming": in_stream,
-    "arrived": at(ShardStrategy, "arrive", is_after=True),
+    "arrived": at(DistributedStrategy, "arrive", is_after=True),
     "verifying": at(verification, "compare_tensors"),
     "committing": at(Engines, "commit"),
     "half committed": at(Engines, "set_version", call=2, is_after=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MethodType
@@ -19,22 +19,24 @@ from megatron_dppo.block_fp8 import dequantize, quantize, round_activations
 from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
 from megatron_dppo.diagnostics.doctor.engine_tensors import RankTensors, tensor_faults
 from megatron_dppo.engine import held_tensors
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
+from megatron_dppo.model.shard_plan import Slice
 from megatron_dppo.weight_sync.canary import canary_prompts
-from megatron_dppo.weight_sync.engines import Bucket, EngineFaultError
+from megatron_dppo.weight_sync.engines import EngineFaultError
 from megatron_dppo.weight_sync.transaction import WeightUpdateError
 from megatron_dppo.weight_sync.verification import ChecksumMismatchError
 from tests.integration.runs import TrainingRun, summary_of, write_material
-from tests.integration.test_weight_sync import INTERRUPTED, interrupt_update
+from tests.integration.test_weight_sync import interrupt_update
 from tests.integration.weight_server import (
     RUNNER,
     RunningServer,
     Source,
     Weights,
+    altered_by_the_sender,
+    altered_on_the_way,
     read,
     serve,
     updater,
@@ -177,20 +179,6 @@ def with_swapped_blocks(values: Tensor, stale: Tensor) -> Tensor:
     return torch.cat([values[:, 128:], values[:, :128]], 1)
 
 
-class CorruptingWeights(EngineWeights):
-    """Sends a corrupted tensor ``name`` in place of the right tensor, if ``name`` is set."""
-
-    name = ""
-    corrupt: Callable[[Tensor, Tensor], Tensor]
-    stale: Weights
-
-    def pieces(self, bucket: Bucket) -> list[Tensor]:
-        sent = dict(bucket)
-        if self.name in sent:
-            sent[self.name] = self.corrupt(sent[self.name], self.stale[self.name])
-        return super().pieces(list(sent.items()))
-
-
 @pytest.mark.parametrize(
     ("name", "corrupt", "tensor"),
     [
@@ -203,10 +191,16 @@ def test_a_corrupted_update_leaves_the_engine_in_quarantine(
     server: RunningServer, trained: Path, name: str, corrupt: Any, tensor: str
 ) -> None:
     old, new = read(server.folder), read(trained)
-    engine = server.weights(CorruptingWeights)
-    engine.name, engine.corrupt, engine.stale = name, corrupt, dict(engine.encode(old.items()))
+    engine = server.weights()
+    stale = dict(engine.encode([*old.items()]))
     updates = updater(engine, Source(trained, weights=new), strategy="tensor")
-    with pytest.raises(WeightUpdateError) as failure:
+
+    def alter(part: Slice, values: Tensor) -> Tensor:
+        if part.name != name:
+            return values
+        return corrupt(values, part.of_block(stale[name]))
+
+    with altered_on_the_way(alter), pytest.raises(WeightUpdateError) as failure:
         updates.update(31)
     fault = failure.value.__cause__
     assert isinstance(fault, EngineFaultError)
@@ -215,48 +209,31 @@ def test_a_corrupted_update_leaves_the_engine_in_quarantine(
     assert {m.tensor for m in cause.mismatches} == {tensor}
     assert updates.committed_version is None
     assert server.version() == "unverified-31"
-    engine.name = ""
     updates.attach([engine.url])
     assert updates.update(32).verified
     updates.close()
 
 
-class MisquantisingWeights(EngineWeights):
-    """Alters each encoded bucket by ``alter(bucket, stale)``. It sends the altered tensors, and expects their
-    hashes."""
-
-    alter: Callable[[Weights, Weights], None]
-    stale: Weights
-
-    def encode(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
-        encoded = dict(super().encode(bucket))
-        self.alter(encoded, self.stale)
-        return list(encoded.items())
+def as_it_is(part: Slice, values: Tensor, stale: Tensor) -> Tensor:
+    return values
 
 
-def as_they_are(encoded: Weights, stale: Weights) -> None:
-    pass
+def with_a_larger_scale(part: Slice, values: Tensor, stale: Tensor) -> Tensor:
+    return 1.5 * values if (part.name, part.start) == (V_PROJ, 1) else values
 
 
-def with_a_larger_scale(encoded: Weights, stale: Weights) -> None:
-    if V_PROJ in encoded:
-        encoded[V_PROJ][1] *= 1.5
+def with_exchanged_blocks(part: Slice, values: Tensor, stale: Tensor) -> Tensor:
+    return with_swapped_blocks(values, stale) if part.name == O_PROJ else values
 
 
-def with_exchanged_blocks(encoded: Weights, stale: Weights) -> None:
-    if O_PROJ in encoded:
-        encoded[O_PROJ] = with_swapped_blocks(encoded[O_PROJ], stale[O_PROJ])
-
-
-def with_a_stale_matrix(encoded: Weights, stale: Weights) -> None:
-    for name in encoded.keys() & {UP_PROJ, UP_PROJ.removesuffix(SCALE_SUFFIX)}:
-        encoded[name] = stale[name]
+def with_a_stale_matrix(part: Slice, values: Tensor, stale: Tensor) -> Tensor:
+    return stale if part.name in (UP_PROJ, UP_PROJ.removesuffix(SCALE_SUFFIX)) else values
 
 
 @pytest.mark.parametrize(
     ("alter", "tensor", "difference"),
     [
-        (as_they_are, None, ""),
+        (as_it_is, None, ""),
         (with_a_larger_scale, V_PROJ.removesuffix(SCALE_SUFFIX), "scales of block row 1 times 1.5"),
         (with_exchanged_blocks, O_PROJ, "values of block (0, 1) in the place of (0, 0), "),
         (
@@ -275,12 +252,13 @@ def test_a_tensor_that_a_wrong_quantiser_sends_is_named(
     difference: str,
 ) -> None:
     """The update is verified, because the checksums cover the tensors that were sent."""
-    engine = server.weights(MisquantisingWeights)
-    engine.stale = dict(server.weights().encode([*read(server.folder).items()]))
-    # Set ``alter`` on the object, so that it is called without ``self``.
-    engine.alter = alter
+    engine = server.weights()
+    stale = dict(engine.encode([*read(server.folder).items()]))
     updates = updater(engine, Source(trained, weights=read(trained)), strategy="tensor")
-    assert updates.update(41).verified
+    with altered_by_the_sender(
+        lambda part, values: alter(part, values, part.of_block(stale[part.name]))
+    ):
+        assert updates.update(41).verified
     updates.close()
     path = tmp_path / "held.json"
     held_tensors.write(path, [RUNNER.run(engine.held_tensors())])
@@ -321,7 +299,7 @@ def test_two_engine_ranks(tmp_path: Path, trained: Path, ep_size: int) -> None:
         updates.source = Source(
             trained, weights=flip_signs(weights), between=interrupt_update, reads=READS_OF_SCALES
         )
-        with pytest.raises(INTERRUPTED, match="the update was interrupted"):
+        with pytest.raises(WeightUpdateError, match="the update was interrupted"):
             updates.update(3)
         assert server.version() == "2"
         updates.close()
@@ -332,7 +310,7 @@ def test_two_engine_ranks(tmp_path: Path, trained: Path, ep_size: int) -> None:
         whole.source = Source(
             folder, weights=read(folder), between=interrupt_update, reads=READS_OF_SCALES
         )
-        with pytest.raises(INTERRUPTED, match="the update was interrupted"):
+        with pytest.raises(WeightUpdateError, match="the update was interrupted"):
             whole.update(4)
         assert server.version() == "3"
         whole.close()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.model.shard_plan import Message
+from megatron_dppo.model.shard_plan import Message, Slice
 from megatron_dppo.system import failpoints
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
@@ -30,6 +30,7 @@ from tests.integration.weight_server import (
     TIMEOUT_S,
     RunningServer,
     Source,
+    altered_on_the_way,
     assert_serves,
     engine_log_probs,
     engine_weights,
@@ -94,32 +95,29 @@ def test_an_interrupted_update_of_whole_weights_is_quarantined_and_the_next_succ
     updates.close()
 
 
+@pytest.mark.parametrize("strategy", ["distributed", "tensor"])
 @pytest.mark.parametrize("fault", ["bit", "place"])
 def test_a_fault_on_the_way_is_named_by_tensor_and_rank(
-    server: RunningServer, trained: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    server: RunningServer, trained: Path, fault: str, strategy: str
 ) -> None:
     """A message is spoiled after it was hashed: one bit, or two slices of equal size in each other's place."""
-    updates = updater(server.weights(), Source(trained))
+    weights = read(trained)
+    updates = updater(server.weights(), Source(trained), strategy=strategy)
     assert isinstance(updates._strategy, ShardStrategy)
     message = updates._strategy.shards.messages[-1]
     first = message.slices[0]
-    second = next(part for part in message.slices[1:] if part.bytes == first.bytes)
-    start = sum(part.bytes for part in message.slices[: message.slices.index(second)])
-    send_message = ShardStrategy.send_message
+    second = next(part for part in message.slices[1:] if part.shape == first.shape)
+    other = {first: second, second: first}
 
-    def spoil(strategy: ShardStrategy, sent: Message, data: Tensor) -> int:
-        if sent is message:
-            data = data.clone()
-            if fault == "bit":
-                data[3] ^= 1
-            else:
-                copy = data[: first.bytes].clone()
-                data[: first.bytes] = data[start : start + first.bytes]
-                data[start : start + first.bytes] = copy
-        return send_message(strategy, sent, data)
+    def alter(part: Slice, values: Tensor) -> Tensor:
+        if fault == "bit" and part is first:
+            values.view(torch.uint8).view(-1)[3] ^= 1
+        if fault == "place" and part in other:
+            own_part = other[part]
+            return own_part.of_piece(weights[own_part.name])
+        return values
 
-    monkeypatch.setattr(ShardStrategy, "send_message", spoil)
-    with pytest.raises(WeightUpdateError) as failure:
+    with altered_on_the_way(alter), pytest.raises(WeightUpdateError) as failure:
         updates.update(30)
     assert failure.value.engines == (server.process.url,)
     parts = server.weights().tensors.parts
@@ -129,7 +127,6 @@ def test_a_fault_on_the_way_is_named_by_tensor_and_rank(
     for name in named:
         assert f"{name} on engine rank {message.column[0]}" in str(failure.value)
     assert server.version() == "unverified-30"
-    monkeypatch.undo()
     assert updates.update(30).verified
     updates.close()
 
@@ -257,13 +254,14 @@ def send(
     version: int,
     dies: bool = False,
     failure: tuple[int, str] | None = None,
+    strategy: str = "distributed",
     **parallel: int,
 ) -> dict[str, Any]:
     """Send ``folder`` from two ranks. ``failure``: a rank that fails, and the plan of its failpoint."""
     if failure is not None and int(os.environ["RANK"]) == failure[0]:
         os.environ[failpoints.VARIABLE] = failure[1]
     trainer = Trainer(policy_config(folder, world_size=2, **parallel))
-    config = with_small_messages(WeightSyncConfig())
+    config = with_small_messages(WeightSyncConfig(strategy=strategy))
 
     async def open_engine(url: str) -> EngineWeights:
         return await engine_weights(url, start_folder)
@@ -272,26 +270,36 @@ def send(
     updates.attach([url])
     if dies and trainer.topology.rank == 1:
         assert isinstance(updates._strategy, ShardStrategy)
-        messages = updates._strategy.shards.messages
-        # The rank dies after its first message.
-        updates._strategy.shards.messages = DyingMessages(messages)
+        batches = updates._strategy.shards.batches
+        # The rank dies after its first batch.
+        updates._strategy.shards.batches = DyingBatches(batches)
     report = updates.update(version)
     updates.close()
     return {"verified": report.verified, "bytes": [report.bytes_moved, report.bytes_bound]}
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"expert": 2}, {"pipeline": 2}], ids=str)
-def test_two_trainer_ranks(server: RunningServer, trained: Path, parallel: dict[str, int]) -> None:
+TRAINERS = [
+    ("distributed", {"tensor": 2}),
+    ("distributed", {"expert": 2}),
+    ("distributed", {"pipeline": 2}),
+    ("tensor", {"tensor": 2}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "parallel"), TRAINERS, ids=str)
+def test_two_trainer_ranks(
+    server: RunningServer, trained: Path, strategy: str, parallel: dict[str, int]
+) -> None:
     worker = "tests.integration.test_shards:send"
     where = (server.process.url, str(trained), str(server.folder), 10)
-    reports = run_ranks(worker, 2, *where, **parallel)
+    reports = run_ranks(worker, 2, *where, strategy=strategy, **parallel)
     kept = server.weights().tensors.kept_bytes(torch.float32)
     assert reports == [{"verified": True, "bytes": [kept, kept]}] * 2
     assert_serves(server, trained, 10)
 
 
-class DyingMessages(list[Message]):
-    def __iter__(self) -> Iterator[Message]:
+class DyingBatches(list[list[Message]]):
+    def __iter__(self) -> Iterator[list[Message]]:
         yield self[0]
         time.sleep(1)
         os._exit(1)
@@ -308,13 +316,14 @@ def assert_takes_update(
     updates.close()
 
 
+@pytest.mark.parametrize("strategy", ["distributed", "tensor"])
 def test_a_dead_sender_leaves_the_engines_free_for_new_ranks(
-    server: RunningServer, trained: Path
+    server: RunningServer, trained: Path, strategy: str
 ) -> None:
     worker = "tests.integration.test_shards:send"
     where = (server.process.url, str(trained), str(server.folder), 40)
     with pytest.raises(RankFailedError):
-        run_ranks(worker, 2, *where, dies=True, tensor=2)
+        run_ranks(worker, 2, *where, dies=True, strategy=strategy, tensor=2)
     patience = own_patience(TIMEOUT_S / 2)
     assert_takes_update(server, trained, 41, patience)
 

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.checksums import ExpectedChecksums
-from megatron_dppo.engine.shared_buckets import WireHeader
+from megatron_dppo.engine.shared_buckets import SharedBytes, WireHeader
 from megatron_dppo.engine.weights import EngineWeights, MemoryOrderError
 from megatron_dppo.fleet.membership import Member
 from megatron_dppo.fleet.record import Keys, Server
@@ -32,7 +31,8 @@ from megatron_dppo.spec import RunSpec
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
-from megatron_dppo.weight_sync.engines import GRACE_S, Bucket, EngineFaultError, Engines
+from megatron_dppo.weight_sync.engines import GRACE_S, EngineFaultError, Engines
+from megatron_dppo.weight_sync.shards import ShardChecksums
 from megatron_dppo.weight_sync.source import Plan
 from megatron_dppo.weight_sync.transaction import (
     AlteredEngineError,
@@ -54,6 +54,7 @@ from tests.integration.weight_server import (
     RunningServer,
     Source,
     Weights,
+    altered_on_the_way,
     assert_serves,
     engine_log_probs,
     engine_weights,
@@ -111,10 +112,6 @@ def nudge(weights: Weights) -> Weights:
     return new
 
 
-INTERRUPTED = (InterruptedError, WeightUpdateError)
-"""Whole tensors are gathered on all ranks: their fault ends the run. Packing a message is one rank's own fault."""
-
-
 def interrupt_update() -> None:
     raise InterruptedError("the update was interrupted")
 
@@ -136,7 +133,7 @@ def test_changes_reach_the_engine_and_an_interrupted_update_leaves_the_version_b
     assert report.sent_fraction < 0.01
     scores = engine_log_probs(server)
     updates.source = Source(trained, weights=nudge(new), between=interrupt_update)
-    with pytest.raises(INTERRUPTED, match="the update was interrupted"):
+    with pytest.raises(WeightUpdateError, match="the update was interrupted"):
         updates.update(3)
     assert server.version() == "2"
     assert engine_log_probs(server) == scores
@@ -156,10 +153,10 @@ class LateWeights(EngineWeights):
             await asyncio.sleep(self.delay_s)
         await super().receive(header, group)
 
-    async def receive_shared(self, header: WireHeader, data: Tensor) -> None:
+    async def receive_shared(self, by_rank: Sequence[SharedBytes | None]) -> None:
         if self.delay_s is not None:
             await asyncio.sleep(self.delay_s)
-        await super().receive_shared(header, data)
+        await super().receive_shared(by_rank)
 
     async def _call(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         if self.delay_s is not None and path == "/end_weight_update":
@@ -179,7 +176,7 @@ def test_a_bucket_on_its_way_is_not_applied_after_an_interrupted_update(
     for delay_s in (0.01, 0.02, 0.03):
         engine.delay_s = delay_s
         updates.source = Source(trained, weights=nudge(old), between=interrupt_update)
-        with pytest.raises(INTERRUPTED, match="the update was interrupted"):
+        with pytest.raises(WeightUpdateError, match="the update was interrupted"):
             updates.update(2)
         engine.delay_s = None
         assert server.version() == "1"
@@ -201,7 +198,7 @@ def test_an_interrupted_update_of_whole_weights_leaves_the_version_before(
         updates.source = Source(
             server.folder, weights=read(server.folder), between=interrupt_update
         )
-        with pytest.raises(INTERRUPTED, match="the update was interrupted"):
+        with pytest.raises(WeightUpdateError, match="the update was interrupted"):
             updates.update(2)
         assert_serves(server, trained, 1)
         updates.source = Source(server.folder)
@@ -218,7 +215,7 @@ def swap_gate_and_up(new: Weights, old: Weights) -> Weights:
 
 
 def lose_an_expert(new: Weights, old: Weights) -> Weights:
-    return {n: t for n, t in new.items() if ".layers.1.mlp.experts.5." not in n}
+    return {n: old[n] if ".layers.1.mlp.experts.5." in n else t for n, t in new.items()}
 
 
 def send_a_stale_shard(new: Weights, old: Weights) -> Weights:
@@ -233,17 +230,9 @@ def flip_one_bit(new: Weights, old: Weights) -> Weights:
     return {**new, name: flipped}
 
 
-class CorruptingWeights(EngineWeights):
-    """Sends the tensors ``on_the_way`` in place of the right tensors."""
-
-    on_the_way: Weights
-
-    def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> WireHeader:
-        return super().header([(name, dims) for name, dims in tensors if name in self.on_the_way])
-
-    def pieces(self, bucket: Bucket) -> list[Tensor]:
-        names = [name for name, _ in bucket if name in self.on_the_way]
-        return super().pieces([(name, self.on_the_way[name]) for name in names])
+def arriving_as(weights: Weights) -> AbstractContextManager[None]:
+    """Within the context, an engine of one rank receives ``weights`` in place of the trainer's weights."""
+    return altered_on_the_way(lambda part, _: part.of_block(weights[part.name]))
 
 
 CORRUPTIONS = [
@@ -266,10 +255,8 @@ def test_a_corruption_on_the_way_is_caught_and_named(
 ) -> None:
     old, new = read(server.folder), read(trained)
     updater(server.weights(), Source(trained, weights=old)).update(10)
-    spoiled = server.weights(CorruptingWeights)
-    spoiled.on_the_way = corrupt(new, old)
-    updates = updater(spoiled, Source(trained, weights=new), strategy="tensor")
-    with pytest.raises(WeightUpdateError) as failure:
+    updates = updater(server.weights(), Source(trained, weights=new), strategy="tensor")
+    with arriving_as(corrupt(new, old)), pytest.raises(WeightUpdateError) as failure:
         updates.update(11)
     assert failure.value.engines == (server.process.url,)
     fault = failure.value.__cause__
@@ -283,8 +270,7 @@ def test_a_corruption_on_the_way_is_caught_and_named(
     # The engine is quarantined: no client gets an answer from these weights.
     with pytest.raises((TimeoutError, urllib.error.URLError)):
         server.post("/generate", {"input_ids": PROMPT}, timeout=2)
-    spoiled.on_the_way = new
-    updates.attach([spoiled.url])
+    updates.attach([server.process.url])
     assert updates.update(11).verified
     assert_serves(server, trained, 11)
     updates.close()
@@ -297,9 +283,9 @@ class SourceWithout(Source):
         super().__init__(folder, weights=read(folder))
         self._lost = lost
 
-    def plan(self, bucket_bytes: int, *, spread: bool) -> Plan:
+    def plan(self, bucket_bytes: int) -> Plan:
         buckets = []
-        for bucket in super().plan(bucket_bytes, spread=spread):
+        for bucket in super().plan(bucket_bytes):
             kept = tuple(tensor for tensor in bucket.tensors if tensor.name != self._lost)
             buckets.append(replace(bucket, tensors=kept))
         return buckets
@@ -309,37 +295,32 @@ def test_a_trainer_that_never_sends_an_expert_is_refused(
     server: RunningServer, trained: Path
 ) -> None:
     lost = "model.layers.1.mlp.experts.5.down_proj.weight"
-    updates = updater(server.weights(), SourceWithout(trained, lost), strategy="tensor")
+    updates = updater(server.weights(), SourceWithout(trained, lost), strategy="disk")
     with pytest.raises(WeightUpdateError, match=f"never sent: {lost}"):
         updates.update(20)
     assert server.version() == "unverified-20"
     assert updater(server.weights(), Source(trained, weights=read(trained))).update(20).verified
 
 
-class UnhashableWeights(EngineWeights):
-    """The trainer can't compute the expected checksums from the second bucket on."""
-
-    def expected(self) -> ExpectedChecksums:
-        expected, add, count = super().expected(), ExpectedChecksums.add, itertools.count()
-
-        def fail(bucket: Bucket) -> None:
-            if next(count):
-                raise ValueError("no such checksum")
-            add(expected, bucket)
-
-        expected.add = fail  # type: ignore[method-assign]
-        return expected
-
-
 def test_a_bug_of_the_senders_surfaces_and_frees_the_engine_at_once(
-    server: RunningServer, trained: Path
+    server: RunningServer, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The trainer can't compute the checksums from the second message on."""
     source = Source(trained, weights=read(trained))
-    updates = updater(server.weights(UnhashableWeights), source, strategy="tensor")
+    updates = updater(server.weights(), source, strategy="tensor")
+    add, count = ShardChecksums.add, itertools.count()
+
+    def fail(checksums: ShardChecksums, *arguments: Any) -> None:
+        if next(count):
+            raise ValueError("no such checksum")
+        add(checksums, *arguments)
+
+    monkeypatch.setattr(ShardChecksums, "add", fail)
     patience = own_patience(TIMEOUT_S / 3)
     with pytest.raises(ValueError, match=r"^no such checksum$"):
         updates.update(21)
     assert not patience.is_exhausted()
+    monkeypatch.undo()
     assert server.version() == "unverified-21"
     assert updater(server.weights(), Source(trained, weights=read(trained))).update(21).verified
 
@@ -413,11 +394,12 @@ def test_other_strategies_keep_the_same_promises(
     server: RunningServer, trained: Path, tmp_path: Path, strategy: str
 ) -> None:
     new = read(trained)
-    kind = {"tensor": CorruptingWeights, "disk": FolderSpoilingWeights}[strategy]
-    spoiled = server.weights(kind)
-    spoiled.on_the_way = flip_one_bit(new, {})
+    spoiled = server.weights(FolderSpoilingWeights)
     options = {"strategy": strategy, "directory": str(tmp_path)}
-    with pytest.raises(WeightUpdateError, match="1 engine tensors differ from the trainer's"):
+    with (
+        arriving_as(flip_one_bit(new, {})),
+        pytest.raises(WeightUpdateError, match="1 engine tensors differ from the trainer's"),
+    ):
         updater(spoiled, Source(trained, weights=new), **options).update(80)
     assert server.version() == "unverified-80"
     updates = updater(server.weights(), Source(trained), **options)
@@ -615,16 +597,15 @@ def expert_parallel(url: str, trained: str, start_folder: str) -> list[dict[str,
     outcomes = []
     for on_the_way in (flip_one_bit(weights, {}), weights):
 
-        async def open_engine(url: str, wire: Weights = on_the_way) -> EngineWeights:
-            engine = await engine_weights(url, start_folder, CorruptingWeights)
-            engine.on_the_way = wire
-            return engine
+        async def open_engine(url: str) -> EngineWeights:
+            return await engine_weights(url, start_folder)
 
         config = WeightSyncConfig(changes_only=True, strategy="tensor")
         updates = WeightUpdater(TrainerWeights(trainer), config, first_failure, open_engine, RUNNER)
         updates.attach([url])
         try:
-            outcomes.append(outcome(updates.update(60)))
+            with arriving_as(on_the_way):
+                outcomes.append(outcome(updates.update(60)))
             outcomes[-1]["changed"] = updates.update(60).bytes
         except WeightUpdateError as error:
             outcomes.append({"error": str(error), "engines": list(error.engines)})
@@ -650,10 +631,10 @@ def test_two_trainer_ranks_send_what_each_holds(server: RunningServer, trained: 
     assert failed["engines"] == [server.process.url]
     assert "layers.0.self_attn.qkv_proj.weight on engine rank 0" in failed["error"]
     size = sum(t.nbytes for t in read(trained).values())
-    # Each rank sends its experts, and rank 0 also all other weights: the ranks exchange nothing.
+    # The ranks exchange nothing.
     changed = done.pop("changed")
     assert done == {"verified": True, "bytes": [size] * 3, "committed": 60}
-    # Nothing has changed: each rank sends one item of its bucket.
+    # Nothing has changed: each rank sends one item of its message.
     assert changed == 2 * 8
     assert_serves(server, trained, 60)
 

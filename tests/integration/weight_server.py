@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -21,15 +24,20 @@ from megatron_dppo.engine.client import EngineClient, HttpClient
 from megatron_dppo.engine.options import free_server_port
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.protocol import GenerationRequest
+from megatron_dppo.engine.shards import WHOLE, slices_in
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.quantization import Rounding
+from megatron_dppo.model.shard_plan import Message, Slice
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
+from megatron_dppo.weight_sync.distributed import DistributedStrategy
 from megatron_dppo.weight_sync.one_rank import OneRankWeights
+from megatron_dppo.weight_sync.shards import Sent, Shards, ShardStrategy
+from megatron_dppo.weight_sync.shared_memory import TensorStrategy
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from tests.integration.shared_launcher import shared_runtime
 from tests.patience import UNBOUNDED_S, wait_healthy
@@ -191,6 +199,50 @@ class Source(OneRankWeights):
         assert self.model is not None
         assert rounding is None
         return [reference_log_probs(self.model, list(prompt)) for prompt in prompts]
+
+
+Altered = Callable[[Slice, Tensor], Tensor]
+"""Returns what takes the place of a slice, from the slice and its values."""
+
+
+@contextmanager
+def altered_on_the_way(alter: Altered) -> Iterator[None]:
+    """Alter each slice of a whole message after the message was packed, and hashed, with the right values."""
+
+    def send_altered_by(strategy: ShardStrategy, send: Any, batch: Sequence[Sent]) -> None:
+        altered_batch: list[Sent] = []
+        for message, right_data, changed in batch:
+            data = strategy.allocate(right_data.numel(), right_data.device).copy_(right_data)
+            if changed == WHOLE:
+                alter_slices(strategy.shards, message, data, alter)
+            altered_batch.append(Sent(message, data, changed))
+        send(strategy, altered_batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (DistributedStrategy, TensorStrategy):
+            patch.setattr(kind, "send", functools.partialmethod(send_altered_by, kind.send))
+        yield
+
+
+@contextmanager
+def altered_by_the_sender(alter: Altered) -> Iterator[None]:
+    """Alter each slice of a message before the message is hashed and sent."""
+    pack = Shards.pack
+
+    def pack_altered(shards: Shards, batch: Sequence[Message], *arguments: Any) -> list[Tensor]:
+        packed = pack(shards, batch, *arguments)
+        for message, data in zip(batch, packed, strict=True):
+            alter_slices(shards, message, data, alter)
+        return packed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Shards, "pack", pack_altered)
+        yield
+
+
+def alter_slices(shards: Shards, message: Message, data: Tensor, alter: Altered) -> None:
+    for part, values in slices_in(message, data, shards.dtype_of):
+        values.copy_(alter(part, values.clone()))
 
 
 def with_small_messages(config: WeightSyncConfig) -> WeightSyncConfig:

@@ -26,10 +26,21 @@ from megatron_dppo.weight_sync.adapters import AdapterUpdater, expected_adapter_
 from megatron_dppo.weight_sync.source import Plan
 from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdateRefusedError
 from tests.messages import mentioning
-from tests.unit.test_engine_checksums import model_shape
-from tests.unit.test_weight_sync import SCORE, A, B, Engine, Source, alone, opener, runner
+from tests.unit.weight_doubles import (
+    NORM,
+    SCORE,
+    SHAPE,
+    TENSORS,
+    WEIGHTS,
+    A,
+    B,
+    Engine,
+    Source,
+    alone,
+    opener,
+    runner,
+)
 
-SHAPE = model_shape()
 ADAPTERS = Adapters(2, 4.0, ("o_proj",))
 DIMS = adapter_tensors(ADAPTERS, SHAPE)
 SIZE = 4 * sum(a * b for a, b in DIMS.values())
@@ -44,7 +55,7 @@ class AdapterSource(Source):
         self.folder = AdapterFolder(ADAPTERS, SHAPE, "base")
         self.value = 1.0
 
-    def plan(self, bucket_bytes: int, *, spread: bool) -> list[Bucket]:
+    def plan(self, bucket_bytes: int) -> list[Bucket]:
         return [Bucket(tuple(TensorSources(name, dims, ()) for name, dims in DIMS.items()))]
 
     def gather(self, plan: Plan) -> Iterator[Gathered]:
@@ -61,6 +72,7 @@ class LoraEngine(Engine):
         self.adapters: dict[str, Mapping[str, torch.Tensor]] = {}
         self.scored: list[str | None] = []
         self.has_digests = True
+        self.load(WEIGHTS)
 
     async def get_json(self, path: str) -> dict[str, Any]:
         assert path == "/v1/models"
@@ -109,11 +121,11 @@ def test_the_first_update_compares_the_frozen_model_too(
     updates = updater(source, tmp_path, engine)
     first = updates.update(1)
     assert engine.calls == [
-        *("idle", "unverified-1", "unload left", "hash", "hash", "load", "flush", "checksums"),
+        *("idle", "unverified-1", "unload left", "load", "flush", "checksums"),
         *("resume", "score", "1", "resume"),
     ]
-    # The adapters, and the three tensors of the frozen model.
-    assert (first.verified, first.tensors) == (True, len(DIMS) + 3)
+    # The adapters, and the tensors of the frozen model.
+    assert (first.verified, first.tensors) == (True, len(DIMS) + len(TENSORS))
     engine.calls, source.value = [], 2.0
     second = updates.update(2)
     assert engine.calls == [
@@ -133,8 +145,8 @@ def test_the_first_update_compares_the_frozen_model_too(
 
 def test_another_frozen_model_is_named(source: AdapterSource, tmp_path: Path) -> None:
     engine = LoraEngine()
-    engine.held = {"a": "1", "b": "9", "c": "1"}
-    with pytest.raises(WeightUpdateError, match=mentioning("b", "rank 0", 1, 9)):
+    engine.altered = {NORM: "9"}
+    with pytest.raises(WeightUpdateError, match=mentioning(NORM, "rank 0", 9)):
         updater(source, tmp_path, engine).update(1)
     assert engine.calls[-2:] == ["pause", "unverified-1"]
 
@@ -157,7 +169,7 @@ def test_a_failed_update_leaves_the_former_in_service(
     assert updates.committed_version is None
     assert list(tmp_path.iterdir()) == []
     bad.failing, good.calls = None, []
-    assert updates.update(2).tensors == 2 * (len(DIMS) + 3)
+    assert updates.update(2).tensors == 2 * (len(DIMS) + len(TENSORS))
     assert list(good.adapters) == list(bad.adapters) == ["policy-2"]
 
 

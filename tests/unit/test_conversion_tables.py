@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,18 +19,15 @@ from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError, ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.families import FAMILIES, load_model_shape, unknown_key_warnings
 from megatron_dppo.model.gather_plan import (
-    Piece,
-    TensorSources,
     elements_between_nodes,
+    elements_held,
     gather_plan,
     hf_buckets_plan,
-    largest_holder,
 )
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import Segment, engine_parameters, hf_tensors, local_parameters
+from megatron_dppo.model.mapping import engine_parameters, hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import engine_vocabulary
-from tests.distributed.test_weight_gather import fewest_gathered_elements
 from tests.messages import mentioning
 
 DENSE = ModelShape(
@@ -249,25 +247,16 @@ def test_buckets_hold_whole_tensors_in_model_order_and_rebuild_them():
             assert torch.equal(tensor, tensors[name])
 
 
-def test_spread_buckets_gather_the_fewest_elements():
+def test_elements_between_nodes_are_those_of_other_nodes_than_the_receiver_s():
     # Stage 0: ranks 0-3, stage 1: ranks 4-7, each with all experts.
     layout = Layout(tensor=2, pipeline=2, data=2, expert=4)
-    buckets = hf_buckets_plan(MOE, layout, 10**6, 4, spread=True)
-    assert sorted(t.name for b in buckets for t in b.tensors) == sorted(hf_tensors(MOE))
-    # If each node has one rank, the halves of a tensor-parallel pair must cross between nodes.
-    fewest = fewest_gathered_elements(MOE, layout)
-    assert sum(elements_between_nodes(b, 1) for b in buckets) == fewest > 0
-    # On nodes of two ranks, both halves are on one node.
-    assert sum(elements_between_nodes(b, 2) for b in buckets) == 0
-
-
-def test_the_rank_that_holds_most_receives():
-    def piece(rank: int, count: int) -> Piece:
-        return Piece(rank, 0, "p", (count,), Segment(f"t{rank}", 0, 0, 0, count))
-
-    assert largest_holder(TensorSources("a", (7,), (piece(2, 3), piece(1, 4)))) == 1
-    # Both ranks hold 3 elements: the lower rank receives.
-    assert largest_holder(TensorSources("c", (6,), (piece(5, 3), piece(4, 3)))) == 4
+    buckets = hf_buckets_plan(MOE, layout, 10**6, 4)
+    held = Counter[int]()
+    for tensor in gather_plan(MOE, layout):
+        held += elements_held(tensor)
+    for ranks_per_node in (1, 2, 4, 8):
+        crossing = sum(elements_between_nodes(bucket, ranks_per_node) for bucket in buckets)
+        assert crossing == sum(n for rank, n in held.items() if rank >= ranks_per_node)
 
 
 def test_every_tensor_comes_once_from_the_gather_plan():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.engine.direct_loading import (
     ATOMIC_VARIABLE,
     DirectLoader,
-    ReceivedBucket,
+    MappedFile,
     TensorPlaces,
     UnplaceableError,
     drop_kept,
@@ -28,14 +27,24 @@ from megatron_dppo.engine.direct_loading import (
     map_folder,
     read_folder_directly,
 )
+from megatron_dppo.engine.shards import (
+    SHARED_INSTRUCTION,
+    WHOLE,
+    PlanFacts,
+    SharedInstruction,
+    SharedMessage,
+)
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.families import FAMILIES, load_model_shape
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, own_dtypes
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
+from megatron_dppo.weight_sync.one_rank import OneRankWeights
+from megatron_dppo.weight_sync.shards import Shards
 from tests.tiny_models import save_tiny_model
-from tests.unit import test_engine_rows, test_fp8_engine
+from tests.unit import test_fp8_engine
 from tests.unit.test_engine_checksums import model_shape
 
 DTYPE = torch.bfloat16
@@ -70,13 +79,13 @@ def hashes(tensors: dict[str, Tensor]) -> dict[str, str]:
     return {name: tiled_hash(tensor) for name, tensor in tensors.items()}
 
 
-def received(bucket: Bucket) -> ReceivedBucket:
-    """Return the bucket as a server receives it: flat bytes, the largest item sizes first."""
+def mapped(bucket: Bucket) -> MappedFile:
+    """Return the bucket as the tensors of a file, the largest item sizes first."""
     sorted_bucket = sorted(bucket, key=lambda item: -item[1].itemsize)
     data = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in sorted_bucket])
     names = [name for name, _ in sorted_bucket]
     dtypes = [tensor.dtype for _, tensor in sorted_bucket]
-    return ReceivedBucket(names, dtypes, [tensor.shape for _, tensor in sorted_bucket], data)
+    return MappedFile(names, dtypes, [tensor.shape for _, tensor in sorted_bucket], data)
 
 
 def assert_places(table: EngineTensors, bucket: Bucket) -> None:
@@ -85,7 +94,7 @@ def assert_places(table: EngineTensors, bucket: Bucket) -> None:
         places = TensorPlaces(table, rank, tensors)
         places.fill_padding()
         for start in range(0, len(bucket), 5):
-            places.load_received(received(bucket[start : start + 5]))
+            places.load_file(mapped(bucket[start : start + 5]))
         assert hashes(tensors) == expected
 
 
@@ -111,7 +120,7 @@ def test_groups_of_experts(tmp_path: Path, expert: int) -> None:
         tensors = held(own_table, rank)
         places = TensorPlaces(own_table, rank, tensors)
         places.fill_padding()
-        places.load_received(received(bucket))
+        places.load_file(mapped(bucket))
         assert hashes(tensors) == expected
 
 
@@ -151,15 +160,6 @@ def test_block_fp8(ranks: int) -> None:
     for name, tensor in weights(shape):
         encoded_bucket += block_fp8.encode(name, tensor)
     assert_places(EngineTensors(shape, EngineLayout(ranks), "cpu", quantized=True), encoded_bucket)
-
-
-rows_of_each_kind = test_engine_rows.family
-
-
-@pytest.mark.usefixtures("rows_of_each_kind")
-def test_rows_of_each_kind() -> None:
-    shape = replace(model_shape(), num_layers=2, dtype="bfloat16")
-    assert_places(EngineTensors(shape), weights(shape))
 
 
 def test_a_repeated_tensor_and_the_probe_change_nothing() -> None:
@@ -234,12 +234,31 @@ def test_tensors_are_derived_once_at_the_end_of_a_session() -> None:
     assert not model.loaded_names
 
 
-def test_no_kept_bucket_of_an_interrupted_update_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def shared_messages(bucket: Bucket) -> list[SharedMessage]:
+    """Return the messages of an update of one engine rank."""
+    shape = model_shape()
+    facts = PlanFacts(Layout(), (EngineLayout(),), 1000, "bfloat16", quantized=False)
+    shards = Shards(shape, facts, "cpu", 0)
+    values = OneRankWeights(shape, dict(bucket)).values()
+    messages = []
+    for message in shards.messages:
+        (data,) = shards.pack([message], values)
+        instruction = SharedInstruction(
+            facts, shards.plan.fingerprint, 0, message.sender, message.step, WHOLE
+        )
+        text = SHARED_INSTRUCTION.dump_json(instruction).decode()
+        messages.append(SharedMessage(text, data.clone()))
+    return messages
+
+
+def test_no_kept_message_of_an_interrupted_update_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(ATOMIC_VARIABLE, "1")
     model, loader = make_model(held(EngineTensors(model_shape()), 0))
     loader.begin()
-    for name in ("model.norm.weight", "lm_head.weight"):
-        loader(received([item for item in weights(model_shape()) if item[0] == name]))
+    for message in shared_messages(weights(model_shape()))[:2]:
+        loader(message)
     drop_kept(SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model))))
     loader.begin()
     before = hashes(model.tensors)
@@ -248,19 +267,22 @@ def test_no_kept_bucket_of_an_interrupted_update_is_loaded(monkeypatch: pytest.M
     assert hashes(model.tensors) == before
 
 
-def test_kept_buckets_are_loaded_only_at_the_end_of_their_update(
+def test_kept_messages_are_loaded_only_at_the_end_of_their_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(ATOMIC_VARIABLE, "1")
+    bucket = weights(model_shape())
     model, loader = make_model(held(EngineTensors(model_shape()), 0))
     updater = Updater(model)
-    norm = model.tensors["model.norm.weight"]
     loader.begin()
-    loader(received([("model.norm.weight", torch.ones_like(norm))]))
-    assert set(norm.tolist()) == {7.0}
+    before = hashes(model.tensors)
+    for message in shared_messages(bucket):
+        loader(message)
+    assert hashes(model.tensors) == before
     end_update(updater.end, updater, run_post_load=False)
-    assert set(norm.tolist()) == {1.0}
-    # A folder replaces the tensors outside of an update. The next update has no bucket.
+    assert hashes(model.tensors) == digests(EngineTensors(model_shape()), bucket)[0]
+    # A folder replaces a tensor outside of an update. The next update has no message.
+    norm = model.tensors["model.norm.weight"]
     loader([("model.norm.weight", torch.zeros_like(norm))])
     loader.begin()
     end_update(updater.end, updater, run_post_load=False)
@@ -330,13 +352,15 @@ def test_a_folder_whose_tensors_are_not_aligned_is_read_tensor_by_tensor(tmp_pat
     assert hashes(model.tensors) == digests(EngineTensors(model_shape()), bucket)[0]
 
 
-def test_a_bucket_is_loaded_after_a_folder_that_sglang_refused(tmp_path: Path) -> None:
+def test_a_message_is_loaded_after_a_folder_that_sglang_refused(tmp_path: Path) -> None:
     """SGLang can refuse an update before it reads the folder."""
     bucket = weights(model_shape())
     model, loader = make_model(held(EngineTensors(model_shape()), 0))
     updater = Updater(model)
     read_folder_directly(updater, str(tmp_path / "missing"), "safetensors")
-    loader(received(bucket))
+    loader.begin()
+    for message in shared_messages(bucket):
+        loader(message)
     assert hashes(model.tensors) == digests(EngineTensors(model_shape()), bucket)[0]
 
 

@@ -7,36 +7,26 @@ import torch
 from torch.multiprocessing import reductions
 
 from megatron_dppo.engine.shared_buckets import (
-    WireHeader,
+    SharedBytes,
     named_by_uuid,
     shared_empty,
     shared_payloads,
 )
 
 
-def test_sglang_opens_a_bucket():
+def test_sglang_opens_the_bytes_of_each_rank():
     from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
-    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([7.0, 8.0])}
-    data = shared_empty(8 * 4, "cpu")
-    data.copy_(torch.cat([w.flatten() for w in weights.values()]).view(torch.uint8))
-    header = WireHeader(tuple(weights), ("float32",) * 2, ((2, 3), (2,)), 32)
-    payloads = shared_payloads(header, data, ranks=2)
-    assert len(payloads) == 2
-    for payload in payloads:
-        bucket = MultiprocessingSerializer.deserialize(payload)
-        # WeightUpdater._update_weights_from_flattened_bucket reads a bucket in this way.
-        entries = [
-            FlattenedTensorMetadata(m.name, m.shape, m.dtype, m.start_idx, m.end_idx, m.numel)
-            for m in bucket["metadata"]
-        ]
-        opened_bucket = FlattenedTensorBucket(
-            flattened_tensor=bucket["flattened_tensor"], metadata=entries
-        )
-        for name, tensor in opened_bucket.reconstruct_tensors():
-            assert torch.equal(tensor, weights[name])
-            assert tensor.shape == weights[name].shape
+    data = shared_empty(32, "cpu")
+    data.copy_(torch.arange(32))
+    payloads = shared_payloads([SharedBytes("first", data[:24]), None, SharedBytes("last", data)])
+    opened = [MultiprocessingSerializer.deserialize(payload) for payload in payloads]
+    assert [content["metadata"] for content in opened] == ["first", "", "last"]
+    assert opened[1]["flattened_tensor"] is None
+    for content, size in ((opened[0], 24), (opened[2], 32)):
+        assert content["flattened_tensor"].tolist() == list(range(size))
+    data[3] = 99
+    assert opened[0]["flattened_tensor"][3] == 99
 
 
 def test_a_cuda_device_is_named_by_its_uuid():
@@ -76,8 +66,8 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import torch
 import megatron_dppo.loop.run, megatron_dppo.supervised, megatron_dppo.weight_sync.transaction
-from megatron_dppo.engine.shared_buckets import WireHeader, shared_empty, shared_payloads
-shared_payloads(WireHeader(("w",), ("float32",), ((2,),), 8), shared_empty(8, "cpu"), 1)
+from megatron_dppo.engine.shared_buckets import SharedBytes, shared_empty, shared_payloads
+shared_payloads([SharedBytes("w", shared_empty(8, "cpu"))])
 """
 
 

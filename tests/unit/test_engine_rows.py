@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_dppo.engine.checksums import EngineTensors
 from megatron_dppo.families.shared.decoder import ATTENTION, QK_NORM, gemma_norm, moe_router
 from megatron_dppo.model import splits
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import FAMILIES, Family
-from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.resharding import prove_resharding
 from megatron_dppo.model.rows import EngineRow, dense_layers, engine_row, layer_rule
 from megatron_dppo.model.shape import ModelShape
@@ -23,7 +22,9 @@ from megatron_dppo.tensor_hash import tiled_hash
 from megatron_dppo.weight_sync.verification import compare_checksums
 from tests.engine_digests import expected_digests, mismatched_tensors, random_weights
 from tests.planted_families import planted
+from tests.unit.test_direct_loading import assert_places, digests, hashes, weights
 from tests.unit.test_engine_checksums import model_shape
+from tests.unit.test_weight_changes import ServedTensors, train_bucket
 
 FUSED = engine_row(
     "self_attn.fused_norms.weight",
@@ -189,39 +190,18 @@ def test_a_rule_can_name_the_type_of_the_engine_s_tensor() -> None:
     assert rule.in_engine == (EngineRow(name, splits.replicated, rule.sources, "float32"),)
 
 
-def buckets_by_name(shape: ModelShape, bucket_bytes: int, **options: int | bool) -> dict[str, int]:
-    """Name of each Hugging Face tensor -> number of its bucket."""
-    layout = Layout(tensor=2, pipeline=2, expert_tensor=2)
-    plan = hf_buckets_plan(shape, layout, bucket_bytes, 2, **options)
-    bucket_numbers: dict[str, int] = {}
-    for number, bucket in enumerate(plan):
-        for tensor in bucket.tensors:
-            bucket_numbers[tensor.name] = number
-    return bucket_numbers
+def test_changes_of_tensors_that_the_engine_also_holds_as_1_plus_them(shape: ModelShape) -> None:
+    table = EngineTensors(shape)
+    assert table.hold_what_is_sent
+    base = weights(shape)
+    new = train_bucket(base)
+    served = ServedTensors(table, base)
+    served.change(new)
+    assert hashes(served.tensors[0]) == digests(table, new)[0]
+    norm = "model.layers.1.input_layernorm.weight"
+    table.parts[norm] = [part for part in table.parts[norm] if part.adds_one]
+    assert not table.hold_what_is_sent
 
 
-@pytest.mark.parametrize("options", [{}, {"spread": True}])
-@pytest.mark.parametrize("bucket_bytes", [1, 64, 150, 200, 256, 400, 10**6])
-def test_the_sources_of_an_engine_tensor_are_never_in_two_buckets(
-    shape: ModelShape, bucket_bytes: int, options: dict[str, bool]
-) -> None:
-    bucket_numbers = buckets_by_name(shape, bucket_bytes, **options)
-    assert bucket_numbers.keys() == hf_tensors(shape).keys()
-    for layer in (0, 1):
-        for row in (FUSED, QK):
-            names = [source.name.format(layer=layer) for source in row.sources]
-            numbers = {bucket_numbers[name] for name in names}
-            assert len(numbers) == 1, (row.name, bucket_bytes)
-
-
-def test_an_edge_between_two_sources_moves_to_before_them(shape: ModelShape) -> None:
-    """The limit of a bucket has room for the rows of the queries, but not for those of the keys. Without engine rows
-    the bucket ends between the two. With them it ends before the queries, because both are parts of one engine tensor.
-    """
-    query, key = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qk")
-    with planted(replace(FAMILIES["qwen3_moe"], engine=())):
-        apart = buckets_by_name(shape, 2 * (100 * 8 + 8 + 64))
-    assert apart[query] == 0 < apart[key]
-    together = buckets_by_name(shape, 2 * (100 * 8 + 8 + 64))
-    assert together[query] == together[key] == 1
-    assert together["model.layers.0.input_layernorm.weight"] == 0
+def test_rows_of_each_kind_are_placed(shape: ModelShape) -> None:
+    assert_places(EngineTensors(shape), weights(shape))

@@ -10,7 +10,6 @@ from threading import Thread
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import (
@@ -280,28 +279,13 @@ def test_busy_engine_is_resumed(engine: Engine, connect: Callable[..., Control])
     assert paths == ["/pause_generation", "/flush_cache", "/continue_generation"]
 
 
-def test_a_bucket_is_its_tensors_bytes_and_a_header(
-    engine: Engine, connect: Callable[..., Control]
-) -> None:
-    control = connect()
-    bucket = [("a", torch.tensor([[0.5, 2.0]])), ("b", torch.tensor([1.0]))]
-    header = control.header([(name, tensor.shape) for name, tensor in bucket])
-    assert (header.names, header.dtypes) == (("a", "b"), ("float32", "float32"))
-    assert (header.shapes, header.bytes) == (((1, 2), (1,)), 12)
-    flat = torch.cat(control.pieces(bucket))
-    # 0.5, 2.0 and 1.0 as float32 in little-endian order.
-    assert bytes(flat.tolist()).hex() == "0000003f000000400000803f"
-
-
-def test_a_tied_mixtures_embedding_is_sent_twice(
+def test_sglangs_loader_needs_a_tied_mixtures_embedding_twice(
     engine: Engine, connect: Callable[..., Control]
 ) -> None:
     control = connect(tied=True)
     name = "model.embed_tokens.weight"
-    header = control.header([(name, (100, 8))])
-    assert (header.names, header.bytes) == ((name, "lm_head.weight"), 2 * 3200)
-    first, second = control.pieces([(name, torch.ones(100, 8))])
-    assert first.data_ptr() == second.data_ptr()
+    assert control.inputs(name) == [name, "lm_head.weight"]
+    assert control.inputs("model.norm.weight") == ["model.norm.weight"]
 
 
 def test_scores_are_of_the_tokens_that_were_asked(

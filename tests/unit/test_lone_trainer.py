@@ -127,7 +127,7 @@ def test_an_update_has_merged_weights_and_reports_which_part_of_the_adapters_the
     trainer = make_trainer(str(folder / "dense"), {}, changes)
     source = TrainerWeights(trainer)
     gathered: dict[str, torch.Tensor] = {}
-    for bucket in source.gather(source.plan(1 << 20, spread=False)):
+    for bucket in source.gather(source.plan(1 << 20)):
         gathered |= {name: tensor.clone() for name, tensor in bucket.tensors}
     along, size = source.held_update()
     assert source.held_update() == (0, 0)
@@ -136,7 +136,7 @@ def test_an_update_has_merged_weights_and_reports_which_part_of_the_adapters_the
     shards = Shards(source.shape, facts, "cpu", 0)
     values = source.values()
     for message in shards.messages:
-        data = shards.pack(message, values)
+        (data,) = shards.pack([message], values)
         for part, found in slices_in(message, data, shards.dtype_of):
             whole_block = part.block.of_hf(gathered[part.name])
             assert torch.equal(found, part.of_block(whole_block))

@@ -21,7 +21,7 @@ from megatron_dppo.trainer.memory_checks import (
 from megatron_dppo.weight_sync.transaction import AlteredEngineError, WeightUpdateError
 from tests.messages import mentioning, mentions
 from tests.unit.config_files import minimal, write_config
-from tests.unit.test_weight_sync import A, B, Engine, updater
+from tests.unit.weight_doubles import NORM, A, B, Engine, updater
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_an_engine_whose_weights_changed_is_named_before_the_next_update() -> No
     updates.compare_before_every = 3
     updates.update(1)
     updates.update(2)
-    engines[1].held = {**engines[1].held, "b": "0"}
-    before = len(engines[1].loaded)
-    with pytest.raises(AlteredEngineError, match=mentioning("version 2", B, "b", "rank 0")):
+    engines[1].held[NORM][0] += 1
+    before = len(engines[1].sent)
+    with pytest.raises(AlteredEngineError, match=mentioning("version 2", B, NORM, "rank 0")):
         updates.update(3)
     # Nothing was sent, and the engines stay paused with an unverified version.
-    assert len(engines[1].loaded) == before
+    assert len(engines[1].sent) == before
     last_calls = engines[0].calls[engines[0].calls.index("unverified-3") :]
     assert "checksums" in last_calls
     assert "resume" not in last_calls
@@ -149,7 +149,7 @@ def test_released_weights_are_not_compared() -> None:
     updates = updater(engine)
     updates.compare_before_every = 1
     updates.update(1)
-    engine.held = dict.fromkeys("abc", "0")
+    engine.altered = {NORM: "0"}
     assert updates._is_memory_due(1)
     updates._keep_digests(None, exist=False)
     assert not updates._is_memory_due(1)

@@ -114,17 +114,16 @@ def weights(shape: ModelShape) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_a_bucket_has_one_type(spread: bool) -> None:
+def test_a_bucket_has_one_type() -> None:
     shape = replace(model_shape(), num_layers=2)
-    plan = hf_buckets_plan(shape, Layout(pipeline=2), 1000, 2, spread=spread)
+    plan = hf_buckets_plan(shape, Layout(pipeline=2), 1000, 2)
     dtypes = own_dtypes(shape)
     for bucket in plan:
         assert {dtypes.get(tensor.name) for tensor in bucket.tensors} == {bucket.dtype}
         item = 2 if bucket.dtype is None else 4
         assert bucket.elements * item <= 1000 or len(bucket.tensors) == 1
     assert sorted(t.name for b in plan for t in b.tensors) == sorted(hf_tensors(shape))
-    assert sum(bucket.dtype == "float32" for bucket in plan) == 1 + spread
+    assert sum(bucket.dtype == "float32" for bucket in plan) == 1
 
 
 def test_a_stale_or_rounded_bias_is_named() -> None:

@@ -21,6 +21,7 @@ from megatron_dppo.engine.shards import (
     INSTRUCTION,
     IncomingShards,
     MessagePlacement,
+    MessagePlacements,
     OtherPlanError,
     PlanFacts,
     steps_of,
@@ -32,7 +33,8 @@ from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.shard_plan import Message
 from megatron_dppo.tensor_hash import tiled_hash
-from megatron_dppo.weight_sync.shards import Shards, ShardStrategy
+from megatron_dppo.weight_sync.distributed import DistributedStrategy
+from megatron_dppo.weight_sync.shards import Shards
 from tests.distributed.test_shards import (
     FP8_SHAPE,
     SHAPE,
@@ -87,12 +89,12 @@ class Update:
             self.shards.prepare(values, lambda vector: vector)
             checksums = self.shards.checksums()
             for message in self.shards.messages:
-                data = self.shards.pack(message, values)
-                checksums.add(message, data)
+                (data,) = self.shards.pack([message], values)
+                checksums.add([message], [data])
                 arrived = spoil(message, data)
                 for engine_rank in message.column if arrived is not None else ():
                     assert arrived is not None
-                    blocks = places[engine_rank].blocks
+                    blocks = places[engine_rank].placements.blocks
                     MessagePlacement(message, blocks, self.shards.dtype_of).place(arrived)
             partials.append(checksums.partials())
         self.partials = partials
@@ -278,15 +280,15 @@ def test_an_engine_with_another_plan_refuses() -> None:
     ).decode()
     incoming = IncomingShards(text, Group(), "name")  # type: ignore[arg-type]
     with pytest.raises(OtherPlanError, match=plan.fingerprint):
-        incoming.receive(SHAPE, {}, lambda name: DTYPE)
+        incoming.receive(SHAPE, lambda name: DTYPE, MessagePlacements({}))
 
 
 def test_the_busiest_ranks_are_compared_with_all_ranks() -> None:
     """The model fits in one message, so that one of two equal trainer ranks sends it to two equal servers."""
     facts = PlanFacts(Layout(data=2), (EngineLayout(),) * 2, 1 << 30, "bfloat16", quantized=False)
     source: Any = SimpleNamespace(rank=0)
-    strategy = ShardStrategy(source, WeightSyncConfig())
-    strategy._planned = Shards(SHAPE, facts, "cpu", 0)
+    strategy = DistributedStrategy(source, WeightSyncConfig())
+    strategy.planned = Shards(SHAPE, facts, "cpu", 0)
     assert strategy.busiest_over_mean == (2, 1)
 
 

@@ -25,7 +25,7 @@ from megatron_dppo.weight_sync.transaction import WeightUpdater
 from tests.unit.small_fleet import SmallRouter, SmallServer
 from tests.unit.test_engine_session import Small
 from tests.unit.test_fleet_client import Fleet, ask
-from tests.unit.test_weight_sync import Engine, Source
+from tests.unit.weight_doubles import Engine, Source
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,36 +11,47 @@ import torch
 from torch import Tensor
 
 from megatron_dppo import block_fp8
-from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.engine.changes import (
-    POSITIONS,
     Changes,
     PositionError,
     apply_changes,
-    changes_header,
     find_changes,
-    item_bytes,
-    own_changes,
+    kept_changes,
 )
 from megatron_dppo.engine.checksums import EngineTensors
-from megatron_dppo.engine.client import HttpClient
-from megatron_dppo.engine.direct_loading import ReceivedBucket, TensorPlaces, UnplaceableError
-from megatron_dppo.engine.shared_buckets import WireHeader
-from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.engine.direct_loading import TensorPlaces
+from megatron_dppo.engine.shards import (
+    SHARED_INSTRUCTION,
+    WHOLE,
+    MessagePlacements,
+    OtherPlanError,
+    PlanFacts,
+    SharedInstruction,
+    SharedMessage,
+)
 from megatron_dppo.model.engine_layout import EngineLayout
-from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
-from megatron_dppo.model.gather_plan import TensorSources
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.shard_plan import Message
 from megatron_dppo.system.lease import FencedError
+from megatron_dppo.weight_sync.one_rank import OneRankWeights
 from megatron_dppo.weight_sync.sent_weights import SentWeights
+from megatron_dppo.weight_sync.shards import Shards
 from megatron_dppo.weight_sync.transaction import (
     AlteredEngineError,
     WeightUpdateError,
     WeightUpdater,
 )
 from megatron_dppo.weight_sync.verification import compare_checksums
-from tests.unit import test_engine_rows, test_fp8_engine, test_weight_sync
-from tests.unit.test_direct_loading import Bucket, digests, hashes, held, received, weights
+from tests.unit import test_fp8_engine
+from tests.unit.test_direct_loading import Bucket, digests, hashes, held, weights
 from tests.unit.test_engine_checksums import model_shape
+from tests.unit.weight_doubles import BYTES, NORM, B, Engine, Source, updater
+
+Spoil = Callable[[Message, Changes], Changes]
+
+
+def unspoiled(message: Message, changes: Changes) -> Changes:
+    return changes
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(1, torch.int8), (2, torch.int16), (4, torch.int32)])
@@ -77,53 +87,61 @@ def test_of_equal_bytes_the_first_item_is_sent() -> None:
 
 
 @pytest.mark.parametrize("position", [-1, 6])
-def test_a_position_outside_of_the_bucket_is_refused(position: int) -> None:
+def test_a_position_outside_of_the_message_is_refused(position: int) -> None:
     changes = Changes(
         torch.tensor([position], dtype=torch.int32), torch.zeros(1, dtype=torch.int16)
     )
     with pytest.raises(PositionError, match=str(position)):
-        own_changes(changes, torch.zeros(12, dtype=torch.uint8))
+        kept_changes(changes, 12)
 
 
-def test_a_rank_keeps_the_changes_of_its_own_items() -> None:
-    changes = Changes(
-        torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([7, 8, 9], dtype=torch.int16)
-    )
-    is_own = torch.tensor([0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1], dtype=torch.uint8)
-    own = own_changes(changes, is_own)
-    assert (own.positions.tolist(), own.values.tolist()) == ([2, 5], [8, 9])
+class ServedTensors:
+    """The tensors of the ranks of one server, loaded by an update from one trainer rank with ``base``."""
 
+    def __init__(self, table: EngineTensors, base: Bucket) -> None:
+        self._shape = table.shape
+        self._facts = PlanFacts(Layout(), (table.layout,), 10**6, "bfloat16", table.quantized)
+        self._shards = Shards(table.shape, self._facts, "cpu", 0)
+        self.tensors = [held(table, rank) for rank in range(table.ranks)]
+        self._placements: list[MessagePlacements] = []
+        for rank, tensors in enumerate(self.tensors):
+            places = TensorPlaces(table, rank, tensors)
+            places.fill_padding()
+            self._placements.append(places.placements)
+        self.messages = self._shards.messages
+        self.base = self.packed(base)
+        for message, data in zip(self.messages, self.base, strict=True):
+            self._receive(message, data, WHOLE)
 
-def test_sglangs_bucket_format_has_aligned_tensors_and_all_bytes() -> None:
-    header = WireHeader(("a", "b"), ("float32", "bfloat16"), ((3,), (5,)), 22)
-    assert item_bytes(header) == 2
-    changed = changes_header(header, 3)
-    assert changed.names[0] == POSITIONS
-    assert changed.bytes == 3 * 4 + 3 * 2
-    end = 0
-    for name, dims in zip(changed.dtypes, changed.shapes, strict=True):
-        size = getattr(torch, name).itemsize
-        assert end % size == 0
-        end += torch.Size(dims).numel() * size
-    assert end == changed.bytes
+    def packed(self, bucket: Bucket) -> list[Tensor]:
+        """Return the flat bytes of each message."""
+        source = OneRankWeights(self._shape, dict(bucket))
+        self._shards.prepare(source.values(), source.all_max)
+        data = []
+        for message in self.messages:
+            (packed,) = self._shards.pack([message], source.values())
+            data.append(packed.clone())
+        return data
 
+    def change(self, new: Bucket, spoil: Spoil = unspoiled) -> None:
+        """Send the changes from the base to ``new``."""
+        for message, base, data in zip(self.messages, self.base, self.packed(new), strict=True):
+            changes = find_changes(data, base, message.item_bytes)
+            assert changes is not None
+            sent = torch.cat(spoil(message, changes).pieces())
+            self._receive(message, sent, changes.count)
 
-def engine_client(table: EngineTensors) -> EngineWeights:
-    client = HttpClient("http://127.0.0.1:1", "user", "admin")
-    engine = EngineWeights(client, table, torch.bfloat16, timeout_s=1)
-    engine.places_directly = True
-    return engine
-
-
-def changed_bucket(engine: EngineWeights, new: Bucket, base: Bucket) -> ReceivedBucket:
-    """Return the changes of a bucket as a server receives them."""
-    header = engine.header([(name, tensor.shape) for name, tensor in new])
-    flat_new, flat_base = (torch.cat(engine.pieces(bucket)) for bucket in (new, base))
-    changes = find_changes(flat_new, flat_base, item_bytes(header))
-    assert changes is not None
-    changed = changes_header(header, changes.count)
-    dtypes = [getattr(torch, name) for name in changed.dtypes]
-    return ReceivedBucket(changed.names, dtypes, changed.shapes, torch.cat(changes.pieces()))
+    def _receive(self, message: Message, data: Tensor, changed: int) -> None:
+        for rank in message.column:
+            instruction = SharedInstruction(
+                self._facts, self._shards.plan.fingerprint, rank, 0, message.step, changed
+            )
+            text = SHARED_INSTRUCTION.dump_json(instruction).decode()
+            kept = SharedMessage(text, data).receive(
+                self._shape, self._shards.dtype_of, self._placements[rank]
+            )
+            for apply in kept:
+                apply()
 
 
 def train_bucket(base: Bucket) -> Bucket:
@@ -136,26 +154,6 @@ def train_bucket(base: Bucket) -> Bucket:
     return new
 
 
-def encode_fp8(bucket: Bucket) -> Bucket:
-    quantized: Bucket = []
-    for name, tensor in bucket:
-        quantized += block_fp8.encode(name, tensor)
-    return sorted(quantized, key=lambda item: -item[1].itemsize)
-
-
-class ServedTensors:
-    """The tensors of one engine rank, loaded with ``base``."""
-
-    def __init__(self, table: EngineTensors, rank: int, base: Bucket) -> None:
-        self.tensors = held(table, rank)
-        self.places = TensorPlaces(table, rank, self.tensors)
-        self.places.fill_padding()
-        self.places.load_received(received(base))
-
-    def change(self, bucket: ReceivedBucket) -> None:
-        self.places.apply(self.places.kept_changes(bucket))
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["tied", "fp8", "dense"])
 def test_changes_and_whole_weights_make_the_same_tensors(kind: str, ranks: int) -> None:
@@ -165,55 +163,42 @@ def test_changes_and_whole_weights_make_the_same_tensors(kind: str, ranks: int) 
     else:
         shape = model_shape("qwen2" if kind == "dense" else "qwen3_moe", tied=kind == "tied")
     table = EngineTensors(shape, EngineLayout(ranks), "cpu", quantized=quantized)
-    start = weights(shape)
-    base, new = start, train_bucket(start)
-    if quantized:
-        base, new = encode_fp8(base), encode_fp8(new)
-    for rank, expected in enumerate(digests(table, new)):
-        served = ServedTensors(table, rank, base)
-        served.change(changed_bucket(engine_client(table), new, base))
-        assert hashes(served.tensors) == expected
-
-
-rows_of_each_kind = test_engine_rows.family
-
-
-@pytest.mark.usefixtures("rows_of_each_kind")
-def test_changes_of_tensors_that_the_engine_also_holds_as_1_plus_them() -> None:
-    shape = replace(model_shape(), num_layers=2, dtype="bfloat16")
-    table = EngineTensors(shape)
-    assert table.hold_what_is_sent
     base = weights(shape)
     new = train_bucket(base)
-    served = ServedTensors(table, 0, base)
-    served.change(changed_bucket(engine_client(table), new, base))
-    assert hashes(served.tensors) == digests(table, new)[0]
-    (norm,) = (n for n in table.parts if n.endswith("layers.1.input_layernorm.weight"))
-    table.parts[norm] = [part for part in table.parts[norm] if part.adds_one]
-    assert not table.hold_what_is_sent
+    served = ServedTensors(table, base)
+    served.change(new)
+    sent = encode_fp8(new) if quantized else new
+    for tensors, expected in zip(served.tensors, digests(table, sent), strict=True):
+        assert hashes(tensors) == expected
+
+
+def encode_fp8(bucket: Bucket) -> Bucket:
+    quantized: Bucket = []
+    for name, tensor in bucket:
+        quantized += block_fp8.encode(name, tensor)
+    return quantized
 
 
 def altered_tensors(table: EngineTensors, served: ServedTensors, new: Bucket) -> set[str]:
     """Return the names of the engine's tensors that verification finds to differ from ``new``."""
-    mismatches = compare_checksums(digests(table, new), [hashes(served.tensors)])
+    mismatches = compare_checksums(digests(table, new), [hashes(served.tensors[0])])
     return {mismatch.tensor for mismatch in mismatches}
 
 
 def test_a_stale_tensor_of_the_base_is_named() -> None:
-    shape = model_shape()
-    table = EngineTensors(shape)
-    base = weights(shape)
+    table = EngineTensors(model_shape())
+    base = weights(model_shape())
     new = train_bucket(base)
     stale = "model.layers.0.mlp.gate.weight"
-    served = ServedTensors(table, 0, [(n, t + 1 if n == stale else t) for n, t in base])
-    served.change(changed_bucket(engine_client(table), new, base))
+    served = ServedTensors(table, [(n, t + 1 if n == stale else t) for n, t in base])
+    served.base = served.packed(base)
+    served.change(new)
     assert altered_tensors(table, served, new) == {stale}
 
 
 def test_swapped_blocks_of_positions_are_named() -> None:
-    shape = model_shape()
-    table = EngineTensors(shape)
-    base = weights(shape)
+    table = EngineTensors(model_shape())
+    base = weights(model_shape())
     first, second = "model.layers.0.mlp.gate.weight", "model.norm.weight"
     new: Bucket = []
     for name, tensor in base:
@@ -221,22 +206,26 @@ def test_swapped_blocks_of_positions_are_named() -> None:
         if name in (first, second):
             moved.view(-1)[:4] += 1
         new.append((name, moved))
-    served = ServedTensors(table, 0, base)
-    bucket = changed_bucket(engine_client(table), new, base)
-    positions = bucket.data[: 8 * 4].view(torch.int32)
-    positions.copy_(positions.roll(4))
-    served.change(bucket)
+
+    def swap(message: Message, changes: Changes) -> Changes:
+        return replace(changes, positions=changes.positions.roll(4))
+
+    served = ServedTensors(table, base)
+    served.change(new, swap)
     assert altered_tensors(table, served, new) == {first, second}
 
 
-def test_changes_of_an_unknown_tensor_are_refused() -> None:
+@pytest.mark.parametrize("fault", ["sender", "bytes"])
+def test_a_message_that_the_plan_does_not_have_is_refused(fault: str) -> None:
     table = EngineTensors(model_shape())
-    served = ServedTensors(table, 0, weights(model_shape()))
-    same: Bucket = [("model.norm.weight", torch.zeros(8).bfloat16())]
-    bucket = changed_bucket(engine_client(table), same, same)
-    bucket.names = (POSITIONS, "model.other.weight", bucket.names[-1])
-    with pytest.raises(UnplaceableError, match=r"model\.other\.weight"):
-        served.change(bucket)
+    served = ServedTensors(table, weights(model_shape()))
+    message, data = served.messages[0], served.base[0]
+    if fault == "sender":
+        message = replace(message, step=9)
+    else:
+        data = data[:-2]
+    with pytest.raises(OtherPlanError, match="no such message"):
+        served._receive(message, data, WHOLE)
 
 
 def test_a_bucket_is_sent_whole_without_a_base() -> None:
@@ -276,65 +265,9 @@ def test_an_element_that_returns_to_an_earlier_value_is_sent_again() -> None:
         assert torch.equal(served, data)
 
 
-class Source(test_weight_sync.Source):
-    """Two buckets of one tensor, which ``train`` changes in one element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors = {"a": torch.ones(50), "b": torch.ones(60)}
-
-    def train(self) -> None:
-        for name, tensor in self.tensors.items():
-            self.tensors[name] = tensor.clone()
-            self.tensors[name][5] += 1
-
-    def plan(self, bucket_bytes: int, *, spread: bool) -> list[PlannedBucket]:
-        return [
-            PlannedBucket((TensorSources(name, t.shape, ()),)) for name, t in self.tensors.items()
-        ]
-
-    def gather(self, plan: Any) -> Iterator[Gathered]:
-        for item in self.tensors.items():
-            yield Gathered([item])
-
-
-class Engine(test_weight_sync.Engine):
-    """An engine without a server that records how many bytes of each bucket it receives."""
-
-    places_directly = True
-    tensors: Any = SimpleNamespace(hold_what_is_sent=True)
-
-    def __init__(self, url: str = test_weight_sync.A) -> None:
-        super().__init__(url)
-        self.sent: list[int] = []
-        self.held = dict.fromkeys("ab", "1")
-        self.on_end: Callable[[], None] | None = None
-
-    async def end(self) -> None:
-        await super().end()
-        if self.on_end is not None:
-            self.on_end()
-
-    def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> WireHeader:
-        plain = super().header(tensors)
-        shapes = tuple(tuple(dims) for _, dims in tensors)
-        return WireHeader(plain.names, ("float32",) * len(tensors), shapes, plain.bytes)
-
-    def planned_header(self, bucket: PlannedBucket) -> WireHeader:
-        return self.header([(tensor.name, tensor.shape) for tensor in bucket.tensors])
-
-    async def receive_shared(self, header: WireHeader, data: Tensor) -> None:
-        self.step("load")
-        assert data.numel() == header.bytes
-        self.sent.append(data.numel())
-
-
-WHOLE, CHANGED = [200, 240], [8, 8]
-
-
 def connect(*engines: Engine, **config: Any) -> tuple[WeightUpdater, Source]:
     source = Source()
-    return test_weight_sync.updater(*engines, source=source, changes_only=True, **config), source
+    return updater(*engines, source=source, changes_only=True, **config), source
 
 
 def sizes_of(engine: Engine, updates: WeightUpdater, source: Source, version: int) -> list[int]:
@@ -344,16 +277,20 @@ def sizes_of(engine: Engine, updates: WeightUpdater, source: Source, version: in
     return engine.sent
 
 
+# One message of all weights, or of two elements, each with its position.
+WHOLE_SIZES, CHANGED_SIZES = [BYTES], [2 * 8]
+
+
 def test_the_second_update_of_a_server_sends_changes() -> None:
     engine = Engine()
     updates, source = connect(engine)
     assert updates.update(1).sent_fraction == 1.0
-    assert engine.sent == WHOLE
-    assert sizes_of(engine, updates, source, 2) == CHANGED
+    assert engine.sent == WHOLE_SIZES
+    assert sizes_of(engine, updates, source, 2) == CHANGED_SIZES
     source.train()
     report = updates.update(3)
-    assert report.bytes == sum(CHANGED)
-    assert report.sent_fraction == sum(CHANGED) / sum(WHOLE)
+    assert report.bytes == CHANGED_SIZES[0]
+    assert report.sent_fraction == CHANGED_SIZES[0] / BYTES
     assert report.metrics()["weights/sent_fraction"] == report.sent_fraction
 
 
@@ -364,23 +301,23 @@ def test_whole_weights_are_sent_after_a_failure_and_to_a_new_server() -> None:
     engine.failing = "end"
     with pytest.raises(WeightUpdateError):
         sizes_of(engine, updates, source, 2)
-    assert engine.sent == CHANGED
+    assert engine.sent == CHANGED_SIZES
     assert updates.committed_version is None
     engine.failing = None
-    assert sizes_of(engine, updates, source, 2) == WHOLE
-    assert sizes_of(engine, updates, source, 3) == CHANGED
+    assert sizes_of(engine, updates, source, 2) == WHOLE_SIZES
+    assert sizes_of(engine, updates, source, 3) == CHANGED_SIZES
     updates.attach([engine.url])
-    assert sizes_of(engine, updates, source, 4) == WHOLE
+    assert sizes_of(engine, updates, source, 4) == WHOLE_SIZES
 
 
 def test_after_an_interrupted_update_engines_serve_the_version_that_they_hold() -> None:
-    engine, other = Engine(), Engine(test_weight_sync.B)
+    engine, other = Engine(), Engine(B)
     updates, source = connect(engine, other)
     updates.update(1)
     engine.failing = "load"
 
     def lose_the_version() -> None:
-        other.held = {"a": "1", "b": "changed"}
+        other.altered = {NORM: "changed"}
 
     other.on_end = lose_the_version
     source.train()
@@ -393,7 +330,8 @@ def test_after_an_interrupted_update_engines_serve_the_version_that_they_hold() 
 
 def test_whole_weights_that_engines_keep_are_verified_and_given_up_after_a_failure() -> None:
     engine = Engine()
-    updates = test_weight_sync.updater(engine, source=Source(), verify_every=9)
+    engine.keeps_whole = True
+    updates = updater(engine, verify_every=9)
     updates.is_atomic = True
     updates.update(1)
     engine.failing = "load"
@@ -404,7 +342,7 @@ def test_whole_weights_that_engines_keep_are_verified_and_given_up_after_a_failu
 
 def test_whole_weights_that_were_interrupted_are_compared_with_no_version() -> None:
     engine = Engine()
-    updates = test_weight_sync.updater(engine, source=Source())
+    updates = updater(engine)
     updates.update(1)
     engine.failing = "load"
     with pytest.raises(WeightUpdateError):
@@ -438,37 +376,37 @@ def test_a_refused_update_keeps_the_base() -> None:
     with pytest.raises(WeightUpdateError):
         updates.update(2)
     engine.idle = True
-    assert sizes_of(engine, updates, source, 2) == CHANGED
+    assert sizes_of(engine, updates, source, 2) == CHANGED_SIZES
 
 
 def test_an_engine_without_the_base_is_named_and_sent_nothing() -> None:
     engine = Engine()
     updates, source = connect(engine)
     updates.update(1)
-    engine.held = {"a": "1", "b": "other"}
-    with pytest.raises(AlteredEngineError, match=r"version 1.*b on engine rank 0"):
+    engine.altered = {NORM: "other"}
+    with pytest.raises(AlteredEngineError, match=rf"version 1.*{NORM} on engine rank 0"):
         sizes_of(engine, updates, source, 2)
     assert engine.sent == []
-    engine.held = dict.fromkeys("ab", "1")
-    assert sizes_of(engine, updates, source, 2) == WHOLE
+    engine.altered = {}
+    assert sizes_of(engine, updates, source, 2) == WHOLE_SIZES
 
 
 def test_whole_weights_are_sent_to_a_server_that_was_started_again(caplog) -> None:
-    engine, other = Engine(), Engine(test_weight_sync.B)
+    engine, other = Engine(), Engine(B)
     updates, source = connect(engine, other)
     updates.update(1)
-    other.label, other.held = "0", {"a": "start", "b": "start"}
+    other.label, other.altered = "0", {NORM: "start"}
     source.train()
     other.sent.clear()
 
     def load() -> None:
-        other.held = dict.fromkeys("ab", "1")
+        other.altered = {}
 
     other.on_end = load
     assert updates.update(2).sent_fraction == 1.0
-    assert other.sent == WHOLE
-    assert f"{test_weight_sync.B} were started again" in caplog.text
-    assert sizes_of(other, updates, source, 3) == CHANGED
+    assert other.sent == WHOLE_SIZES
+    assert f"{B} were started again" in caplog.text
+    assert sizes_of(other, updates, source, 3) == CHANGED_SIZES
 
 
 def test_a_wrong_checksum_of_the_base_is_named() -> None:
@@ -477,8 +415,8 @@ def test_a_wrong_checksum_of_the_base_is_named() -> None:
     updates.update(1)
     assert updates._digests is not None
     for by_rank in updates._digests.values():
-        by_rank[0]["a"] = "wrong"  # type: ignore[index]
-    with pytest.raises(AlteredEngineError, match="a on engine rank 0: expected wrong"):
+        by_rank[0][NORM] = "wrong"  # type: ignore[index]
+    with pytest.raises(AlteredEngineError, match=f"{NORM} on engine rank 0: expected wrong"):
         sizes_of(engine, updates, source, 2)
     assert engine.sent == []
 
@@ -488,13 +426,5 @@ def test_every_update_of_changes_is_verified() -> None:
     updates, source = connect(engine, verify_every=3)
     updates.update(1)
     for version in (2, 3):
-        assert sizes_of(engine, updates, source, version) == CHANGED
+        assert sizes_of(engine, updates, source, version) == CHANGED_SIZES
         assert updates._updates_since["verify"] == 0
-
-
-def test_servers_with_sglangs_loader_are_sent_whole_weights() -> None:
-    engine, other = Engine(), Engine(test_weight_sync.B)
-    other.places_directly = False
-    updates, source = connect(engine, other)
-    updates.update(1)
-    assert sizes_of(engine, updates, source, 2) == WHOLE

@@ -20,16 +20,13 @@ def handles(bench: Bench) -> Iterator[CheckRow]:
     """Yield whether the other process computes the hash of the bytes that this process wrote."""
     import torch
 
-    from megatron_dppo.engine.shared_buckets import WireHeader, shared_empty, shared_payloads
+    from megatron_dppo.engine.shared_buckets import SharedBytes, shared_empty, shared_payloads
     from megatron_dppo.tensor_hash import tiled_hash
 
     device = "cuda" if bench.gpus else "cpu"
     data = shared_empty(BUCKET_BYTES, device)
     data.random_(0, 256)
-    # The bucket has two bfloat16 tensors: one element of each takes four bytes together.
-    elements = BUCKET_BYTES // 4
-    header = WireHeader(("a", "b"), ("bfloat16",) * 2, ((elements,), (elements,)), BUCKET_BYTES)
-    (payload,) = shared_payloads(header, data, ranks=1)
+    (payload,) = shared_payloads([SharedBytes("a bucket", data)])
     if bench.gpus:
         torch.cuda.synchronize()
     reader = subprocess.run(

@@ -1,0 +1,104 @@
+"""Strategy ``tensor``: a trainer rank packs messages in memory that engines on the same host open.
+
+Every rank calls the engines that its batches are for. One request brings a batch to a server: each engine rank opens
+its own message of the batch. An engine handles one request at a time, and engines do not wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.errors import EngineMismatchError
+from megatron_dppo.engine.shards import SHARED_INSTRUCTION, SharedInstruction
+from megatron_dppo.engine.shared_buckets import SharedBytes, shared_empty
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.weight_sync.engines import GRACE_S, Engines, on_this_host
+from megatron_dppo.weight_sync.shards import Sent, ServerFacts, ShardStrategy
+from megatron_dppo.weight_sync.source import WeightSource
+
+
+class TensorStrategy(ShardStrategy):
+    """Sends messages in shared memory to engines on the sender's own host; nothing is transferred.
+
+    On a CPU the memory is a file under ``/dev/shm``; on a GPU the engine opens it by CUDA IPC (not yet run on a GPU).
+    """
+
+    allocate = staticmethod(shared_empty)
+
+    def __init__(self, source: WeightSource, config: WeightSyncConfig) -> None:
+        super().__init__(source, config)
+        self.calls_engines = True
+        self._requests: dict[str, Future[None]] = {}
+
+    def attach(self, engines: Engines) -> None:
+        """Use ``engines`` from here on. Raises EngineMismatchError for an engine on another host."""
+        for engine in engines.members:
+            if not on_this_host(engine.url):
+                raise EngineMismatchError(
+                    f"weight_sync.strategy tensor: the engine at {engine.url} runs on another host "
+                    f"than trainer rank {self.rank}; memory is shared within one host only, expected "
+                    "strategy distributed or disk"
+                )
+        super().attach(engines)
+
+    def message_bytes(self, servers: ServerFacts) -> int:
+        """Return a size of messages with which a batch has a message for each rank of a server."""
+        return self.bucket_bytes // max(layout.tensor for layout in servers.layouts)
+
+    @property
+    def batch_bytes(self) -> int:
+        return self.bucket_bytes
+
+    @property
+    def attached(self) -> Engines:
+        """The engines."""
+        assert self.engines is not None
+        return self.engines
+
+    def begin(self, meeting_points: Sequence[Any]) -> None:
+        if self.rank == 0:
+            self.attached.each(lambda engine: engine.begin())
+
+    def send(self, batch: Sequence[Sent]) -> None:
+        """Make the engines load a batch once they have loaded this rank's batch before."""
+        first_ranks = self.attached.first_ranks(0)
+        messages: dict[int, SharedBytes] = {}
+        for message, data, changed in batch:
+            for rank in message.column:
+                instruction = SharedInstruction(
+                    self.shards.facts,
+                    self.shards.plan.fingerprint,
+                    rank,
+                    message.sender,
+                    message.step,
+                    changed,
+                )
+                text = SHARED_INSTRUCTION.dump_json(instruction).decode()
+                messages[rank] = SharedBytes(text, data)
+
+        async def load(engine: EngineWeights) -> None:
+            first_rank = first_ranks[engine.url]
+            own_messages = [messages.get(first_rank + rank) for rank in range(engine.ranks)]
+            if any(own_messages):
+                await engine.receive_shared(own_messages)
+
+        self.arrive()
+        self._requests = self.attached.start(load)
+
+    def arrive(self) -> None:
+        requests = self._requests
+        self._requests = {}
+        if requests:
+            self.attached.arrive(requests, self.config.timeout_s, "loading shared tensors")
+
+    def abort(self) -> None:
+        """Use new buffers from here on: an engine may still be reading the old buffers."""
+        # A request that is still on its way would load its batch into the session that a caller opens next. The
+        # requests of other ranks are not waited for.
+        wait(self._requests.values(), GRACE_S)
+        self._requests = {}
+        if self.planned is not None:
+            self.planned.forget_buffers()
