@@ -494,7 +494,7 @@ def _weights(question: Question, options: argparse.Namespace) -> int:
         strategy = facts.config.weight_sync.strategy
         raise ConfigError(
             [
-                f"--weights: got weight_sync.strategy {strategy}, which sends whole tensors; expected distributed"
+                f"--weights: got weight_sync.strategy {strategy}, which sends whole tensors; expected another strategy"
             ],
             options.recipe,
         )

@@ -495,7 +495,9 @@ class WeightSyncConfig(Section):
     engines share on one host. ``disk``: a folder that the engines read.
     """
     bucket_mib: int | None = Field(default=None, gt=0, le=2**20)
-    """MiB of weights in one message, or in one bucket of whole tensors. Empty: 128 with ``distributed``, else 512."""
+    """MiB of weights in one message, in one batch of messages (``tensor``), or in one bucket of whole tensors
+    (``disk``). Empty: 128 with ``distributed``, else 512.
+    """
     network_gb_per_s: float | None = Field(default=None, gt=0)
     """Network bandwidth into a node, GB/s (1e9 bytes), from which ``weights/bound_s`` is computed."""
     changes_only: bool = False
@@ -517,7 +519,7 @@ class WeightSyncConfig(Section):
     engines on the trainer's host.
     """
     timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time of one request to an engine: to receive all weights (``tensor``: a bucket), to hash, to be idle."""
+    """Longest time of one request to an engine: to receive all weights (``tensor``: a batch), to hash, to be idle."""
 
     @property
     def bucket_bytes(self) -> int:
@@ -526,6 +528,13 @@ class WeightSyncConfig(Section):
         if mib is None:
             mib = 128 if self.strategy == "distributed" else 512
         return int(mib * 2**20)
+
+    def message_bytes(self, ranks: int) -> int:
+        """Return the largest size of a message to a rank of a server of ``ranks`` ranks.
+
+        With ``tensor``, a batch has a message for each rank of the server.
+        """
+        return self.bucket_bytes // ranks if self.strategy == "tensor" else self.bucket_bytes
 
 
 class EvaluationConfig(Section):

@@ -491,7 +491,7 @@ class ShardStrategy(Strategy):
         facts = PlanFacts(
             source.layout,
             tuple(self._servers.layouts),
-            self.message_bytes(self._servers),
+            self.config.message_bytes(max(layout.tensor for layout in self._servers.layouts)),
             source.dtype_name,
             self._servers.quantized,
         )
@@ -502,10 +502,6 @@ class ShardStrategy(Strategy):
             if self.sent_weights is not None:
                 # The kept bytes are of messages of another plan.
                 self.sent_weights = SentWeights()
-
-    def message_bytes(self, servers: ServerFacts) -> int:
-        """Return the largest size of a message."""
-        return self.bucket_bytes
 
     @property
     def batch_bytes(self) -> int:

@@ -16,7 +16,7 @@ from megatron_dppo.engine.shards import SHARED_INSTRUCTION, SharedInstruction
 from megatron_dppo.engine.shared_buckets import SharedBytes, shared_empty
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.weight_sync.engines import GRACE_S, Engines, on_this_host
-from megatron_dppo.weight_sync.shards import Sent, ServerFacts, ShardStrategy
+from megatron_dppo.weight_sync.shards import Sent, ShardStrategy
 from megatron_dppo.weight_sync.source import WeightSource
 
 
@@ -43,10 +43,6 @@ class TensorStrategy(ShardStrategy):
                     "strategy distributed or disk"
                 )
         super().attach(engines)
-
-    def message_bytes(self, servers: ServerFacts) -> int:
-        """Return a size of messages with which a batch has a message for each rank of a server."""
-        return self.bucket_bytes // max(layout.tensor for layout in servers.layouts)
 
     @property
     def batch_bytes(self) -> int:

@@ -38,7 +38,7 @@ class Strategy:
         config: the section ``weight_sync``.
 
     Attributes:
-        bucket_bytes: the largest size of a message, or of a bucket.
+        bucket_bytes: the largest size of a batch of messages, or of a bucket of whole tensors.
         calls_engines: whether this rank needs connections to the engines.
         engines: this rank's connections to the engines; None if it has none.
     """

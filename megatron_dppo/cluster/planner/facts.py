@@ -392,8 +392,13 @@ class RunFacts:
 
     @property
     def bucket_bytes(self) -> int:
-        """The largest size of a message, or of a bucket of whole tensors."""
+        """The largest size of a batch of messages, or of a bucket of whole tensors."""
         return self.config.weight_sync.bucket_bytes
+
+    @property
+    def message_bytes(self) -> int:
+        """The largest size of a message to an engine rank."""
+        return self.config.weight_sync.message_bytes(self.engine.layout.tensor)
 
     @property
     def not_counted(self) -> list[str]:
@@ -408,9 +413,13 @@ class RunFacts:
 
     @property
     def sends_shards(self) -> bool:
-        """Whether weight updates go from shard to shard, over a group of all trainer ranks and engine ranks."""
-        is_distributed = self.config.weight_sync.strategy == "distributed"
-        return is_distributed and self.engine.started > 0
+        """Whether weight updates bring each engine rank only what it keeps."""
+        return self.config.weight_sync.strategy != "disk" and self.engine.started > 0
+
+    @property
+    def sends_in_group(self) -> bool:
+        """Whether trainer ranks and engine ranks join a group for weight updates."""
+        return self.config.weight_sync.strategy == "distributed" and self.engine.started > 0
 
     def batches(self) -> dict[str, float]:
         """Return the sizes of batches.

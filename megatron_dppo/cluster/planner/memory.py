@@ -73,9 +73,9 @@ class RankBytes:
 def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
     """Return the bytes on the GPU of each rank of ``stage``.
 
-    A weight update holds two messages: one that is sent, and one that is packed meanwhile. Where whole tensors are
-    sent, it holds three buckets: one that is gathered, one that is converted to the engine's layout, and one that is
-    sent. The exchange of columns between ranks holds two pieces. It never overlaps with a weight update.
+    A weight update holds two messages, or batches: one that is sent, and one that is packed meanwhile. With ``disk`` it
+    holds three buckets: one that is gathered, one that is converted to the engine's layout, and one that is written.
+    The exchange of columns between ranks holds two pieces. It never overlaps with a weight update.
     """
     activations = activation_bytes(facts.trainer, stage, facts.rollout.compared_topk)
     quantised = 0
@@ -88,7 +88,7 @@ def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
         state=state_bytes(facts.trainer, stage),
         activations=activations,
         update_buckets=max(buckets * facts.bucket_bytes, 2 * _COLUMN_PIECE),
-        communicators=trainer_communicator_bytes(facts.trainer.layout, sends=facts.sends_shards),
+        communicators=trainer_communicator_bytes(facts.trainer.layout, sends=facts.sends_in_group),
         context=devices.CONTEXT,
         fragmentation=round(activations.total * devices.FRAGMENTATION),
         quantised=quantised,

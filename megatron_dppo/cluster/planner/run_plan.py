@@ -228,7 +228,7 @@ def _engine_memory(
 ) -> tuple[server_memory.EngineBytes | None, list[str]]:
     """Return the memory of a GPU of the policy's servers, and its faults."""
     return _server_memory(
-        facts.trainer.shape, facts.engine, facts.rollout, cluster, receives=facts.sends_shards
+        facts.trainer.shape, facts.engine, facts.rollout, cluster, receives=facts.sends_in_group
     )
 
 

@@ -19,8 +19,8 @@ MESSAGE_LATENCY = 0.002
 """Seconds of the copies of a message, and of NCCL's start. Assumption."""
 BUCKET_EFFICIENCY = 0.6
 """Share of a network port's rate at which a sender gathers whole tensors, and engines read them. Assumption."""
-BUCKET_LATENCY = 0.02
-"""Seconds that each bucket of whole tensors adds: HTTP, hashing and loading. Assumption."""
+REQUEST_LATENCY = 0.02
+"""Seconds that each request with messages, or bucket of whole tensors, adds: HTTP, hashing, loading. Assumption."""
 FIXED_UPDATE = 1.0
 """Seconds that an update adds to the seconds of its buckets. In this time, running requests end, log-probabilities of
 fixed prompts are compared (the canary), and the new version is committed. Assumption."""
@@ -57,9 +57,10 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
     a message travels, the ranks copy the messages before and after it: seconds of a step = the larger of a message's
     bytes / (a network port's rate x efficiency) and the latency. Seconds = steps x a step's + a fixed part.
 
-    With ``weight_sync.strategy: tensor`` or ``disk``, whole tensors are gathered and read: seconds = all bytes / (a
-    network port's rate x efficiency) + buckets x latency + a fixed part. The formula is an upper bound for servers on
-    the ranks' GPUs, whose bytes need no network.
+    With ``weight_sync.strategy: tensor``, a request brings a message to each rank of a server: seconds = received bytes
+    / (a network port's rate x efficiency) + messages x a request's latency + the fixed part. The formula is an upper
+    bound: the bytes of servers on the trainer's host need no network. With ``disk``, whole tensors are gathered and
+    read: the same formula with all bytes, and a lower efficiency.
 
     Adapter update: one rank gathers the adapters and writes them, and the servers read them: seconds = 2 x bytes / the
     storage's rate + the fixed part.
@@ -79,19 +80,23 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
         update_bytes = received_bytes = trained_elements * trainer.item_bytes
         messages = 1
         seconds = 2 * update_bytes / storage
-    elif facts.sends_shards:
+    elif facts.sends_in_group:
         update_bytes = _sent_bytes(facts)
-        received_bytes = kept_bytes(
-            trainer.shape, engine.layout, trainer.item_bytes, quantized=engine.is_quantized
-        )
+        received_bytes = _kept_bytes(facts)
         messages = math.ceil(received_bytes / facts.bucket_bytes)
         travel = received_bytes / messages / (device.network * MESSAGE_EFFICIENCY)
         seconds = (messages + engine.started - 1) * max(travel, MESSAGE_LATENCY)
+    elif facts.sends_shards:
+        update_bytes = _sent_bytes(facts)
+        received_bytes = _kept_bytes(facts)
+        messages = math.ceil(received_bytes / facts.message_bytes)
+        travel = received_bytes / (device.network * MESSAGE_EFFICIENCY)
+        seconds = travel + messages * REQUEST_LATENCY
     else:
         update_bytes = received_bytes = _sent_bytes(facts)
         messages = math.ceil(received_bytes / facts.bucket_bytes)
         travel = received_bytes / (device.network * BUCKET_EFFICIENCY)
-        seconds = travel + messages * BUCKET_LATENCY
+        seconds = travel + messages * REQUEST_LATENCY
     return Traffic(
         update=update_bytes,
         received=received_bytes,
@@ -111,6 +116,13 @@ def _sent_bytes(facts: RunFacts) -> int:
     for name, dims in hf_tensors(facts.trainer.shape).items():
         total += stored_bytes(name, dims, item_bytes, quantized=True)
     return total
+
+
+def _kept_bytes(facts: RunFacts) -> int:
+    """Return the bytes that the busiest engine GPU keeps."""
+    engine = facts.engine
+    shape, item_bytes = facts.trainer.shape, facts.trainer.item_bytes
+    return kept_bytes(shape, engine.layout, item_bytes, quantized=engine.is_quantized)
 
 
 @lru_cache

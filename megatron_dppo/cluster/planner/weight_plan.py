@@ -72,7 +72,7 @@ def weight_plan(facts: RunFacts) -> WeightPlan:
         trainer.shape,
         trainer.layout,
         [facts.engine.layout] * facts.engine.started,
-        facts.bucket_bytes,
+        facts.message_bytes,
         trainer.item_bytes,
         quantized=facts.engine.is_quantized,
     )
