@@ -15,7 +15,8 @@ from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, Sampli
 from megatron_dppo.engine.server_state import state_of
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import load_model_shape
-from tests.integration.test_weight_sync import INTERRUPTED, interrupt_update, nudge
+from megatron_dppo.weight_sync.transaction import WeightUpdateError
+from tests.integration.test_weight_sync import interrupt_update, nudge
 from tests.integration.weight_server import (
     PROMPT,
     RUNNER,
@@ -117,12 +118,12 @@ def test_an_interrupted_update_is_served_by_no_replica(
     updates = updater(server.weights(), Source(trained, weights=old), changes_only=True)
     updates.update(11)
     updates.source = Source(trained, weights=nudge(old), between=interrupt_update)
-    with pytest.raises(INTERRUPTED, match="the update was interrupted"):
+    with pytest.raises(WeightUpdateError, match="the update was interrupted"):
         updates.update(12)
     assert_all_serve(server, trained, 11)
     assert isinstance(updates.source, Source)
     updates.source.between = interrupt_update
-    with pytest.raises(INTERRUPTED, match="the update was interrupted"):
+    with pytest.raises(WeightUpdateError, match="the update was interrupted"):
         updates.update(12)
     assert server.version() == "unverified-12"
     waiting = [Generation(server, 2) for _ in range(4)]
