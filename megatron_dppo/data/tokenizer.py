@@ -61,14 +61,14 @@ def _is_path(name: str) -> bool:
 
 
 def with_file_rules(
-    tokenizer: PreTrainedTokenizerBase, name: str | Path, *, local_files_only: bool = True
+    tokenizer: PreTrainedTokenizerBase, folder: str | Path
 ) -> PreTrainedTokenizerBase:
-    """Return ``tokenizer``, loaded from ``name``, if it follows tokenizer.json. Otherwise load one that does.
+    """Return ``tokenizer``, loaded from ``folder``, if it follows tokenizer.json. Otherwise load one that does.
 
     A tokenizer with other rules is logged as a warning. Raises DataError if its other files contradict tokenizer.json
     with any class.
     """
-    return _with_rules(tokenizer, _rules_of(name, local_files_only), name, local_files_only)
+    return _with_rules(tokenizer, _rules_of(folder, True), folder, True)
 
 
 def _with_rules(

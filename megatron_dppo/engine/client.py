@@ -34,6 +34,7 @@ CONTROL_TIMEOUT_S = 60.0
 _KEEP_ALIVE_SECONDS = 3.0
 """An idle connection is kept for this time. It is less than 5 s, because a stock SGLang closes it after 5 s."""
 _CONNECT_SECONDS = 30.0
+_READY_S = 10.0
 _PIECE_BYTES = 1 << 20
 """Bytes of a download that are read at once."""
 _FIRST_ERROR = 300
@@ -481,10 +482,10 @@ class EngineClient(HttpClient):
             return False
         return generated
 
-    async def ready(self, timeout_s: float = 10.0) -> bool:
+    async def ready(self) -> bool:
         """Whether the server processes new requests. A paused server holds new requests back."""
         try:
-            await self.request("GET", "/ready", timeout_s=timeout_s)
+            await self.request("GET", "/ready", timeout_s=_READY_S)
         except EngineLostError:
             return False
         return True

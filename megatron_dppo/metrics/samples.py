@@ -12,6 +12,7 @@ from megatron_dppo.metrics.records import SAMPLES_FILE, RecordsError, read_step_
 
 LONGEST_TEXT = 16_384
 """Longer prompts and responses are shortened to this number of characters, half of it from each end."""
+_CONSOLE_CHARACTERS = 300
 TRAINING = "training"
 """Name of the set of the responses that were trained on."""
 
@@ -71,7 +72,7 @@ def shortened(text: str, max_characters: int = LONGEST_TEXT) -> str:
     return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
 
 
-def console_lines(sample: Sample, max_characters: int = 300) -> list[str]:
+def console_lines(sample: Sample) -> list[str]:
     """Return a sample's lines for the console: its origin, its prompt, its response and its reward."""
     advantage = ""
     if sample.advantage is not None:
@@ -81,8 +82,8 @@ def console_lines(sample: Sample, max_characters: int = 300) -> list[str]:
         masked = f", {sample.masked} of {sample.tokens} tokens masked"
     return [
         f"sample of {sample.set}, step {sample.step}, problem {sample.problem}: "
-        f"{one_line(shortened(sample.prompt, max_characters))}",
-        f"  {one_line(shortened(sample.response, max_characters))}",
+        f"{one_line(shortened(sample.prompt, _CONSOLE_CHARACTERS))}",
+        f"  {one_line(shortened(sample.response, _CONSOLE_CHARACTERS))}",
         f"  reward {sample.reward:g}{_components(sample)}{advantage}{masked}: {sample.reason}",
     ]
 

@@ -30,7 +30,7 @@ def current_names(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def attention_replicas(options: Mapping[str, Any]) -> int:
     """Return the number of attention replicas in SGLang's ``options``, in its current or its older form."""
-    return int(current_names(options).get(REPLICAS) or 1)
+    return _size(current_names(options), REPLICAS)
 
 
 def server_ranks(options: Mapping[str, Any]) -> int:
@@ -38,7 +38,12 @@ def server_ranks(options: Mapping[str, Any]) -> int:
 
     Attention replicas and experts are divided among these ranks. A server has no pipeline stages.
     """
-    return int(options.get("tp_size") or 1)
+    return _size(options, "tp_size")
+
+
+def _size(options: Mapping[str, Any], name: str) -> int:
+    """Return a size in SGLang's ``options``; a size that is absent or empty is 1."""
+    return int(options.get(name) or 1)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class EngineLayout:
         replicas = attention_replicas(options)
         return cls(
             server_ranks(options),
-            int(options.get("ep_size") or 1),
+            _size(options, "ep_size"),
             replicas,
             replicas > 1 and bool(options.get("enable_dp_lm_head")),
         )

@@ -90,9 +90,9 @@ def has_megatrons_deep_ep() -> bool:
     return not any(importlib.metadata.distributions(name=_SGLANG_DEEP_EP))
 
 
-def has_hopper(folder: Path | None = None) -> bool:
-    """Whether the driver lists a GPU of the Hopper generation. ``folder`` replaces DRIVER."""
-    files = ((folder or DRIVER) / "gpus").glob("*/information")
+def has_hopper() -> bool:
+    """Whether the driver lists a GPU of the Hopper generation."""
+    files = (DRIVER / "gpus").glob("*/information")
     return any(_HOPPER.search(file.read_text()) for file in files)
 
 

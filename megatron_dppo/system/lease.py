@@ -35,7 +35,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Self
@@ -84,10 +84,10 @@ class Holder:
     taken: float
 
     @classmethod
-    def of_this_process(cls, environment: Mapping[str, str] = os.environ) -> Holder:
-        job = environment.get("SLURM_JOB_ID")
-        cluster = environment.get("SLURM_CLUSTER_NAME")
-        attempt = environment.get("SLURM_RESTART_COUNT", "0")
+    def of_this_process(cls) -> Holder:
+        job = os.environ.get("SLURM_JOB_ID")
+        cluster = os.environ.get("SLURM_CLUSTER_NAME")
+        attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
         pid_start = process_start(os.getpid())
         assert pid_start is not None
         if job and cluster:
@@ -259,9 +259,9 @@ START_VARIABLE = "MEGATRON_DPPO_START"
 """Environment variable of a rank with the number of the start of the ranks under this lease, counted from 1."""
 
 
-def start_of_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
+def start_of_ranks() -> int | None:
     """Return the number of the start that this rank belongs to; None in a process that no supervisor started."""
-    text = environment.get(START_VARIABLE)
+    text = os.environ.get(START_VARIABLE)
     if text is None:
         return None
     return int(text)

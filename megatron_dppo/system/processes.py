@@ -178,12 +178,12 @@ def _ended_orphans() -> frozenset[int]:
     return frozenset(pids)
 
 
-def kill_descendants(timeout_s: float = 10.0) -> list[int]:
+def kill_descendants() -> list[int]:
     """SIGKILL and reap all descendants of this process. Return the ids of the processes that do not end in time.
 
     Call it at the end of a process that adopts orphans: the function takes the exit codes of all children.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _KILL_WAIT_S
     # Repeat until no process is left, because a process may fork while the descendants are listed.
     while True:
         descendants = psutil.Process().children(recursive=True)

@@ -69,8 +69,8 @@ def gather_json(value: Any, group: ProcessGroup) -> list[Any] | None:
     return [_decode(part[:n]) for part, n in zip(parts, lengths, strict=True)]
 
 
-def agree(value: Any, name: str, group: ProcessGroup | None = None) -> None:
-    """Raise ValueError on every rank unless ``value`` is the same on all ranks of ``group``.
+def agree(value: Any, name: str) -> None:
+    """Raise ValueError on every rank unless ``value`` is the same on all ranks.
 
     The function does one all-reduce of a digest, and gathers the values only for the error message.
     """
@@ -79,9 +79,9 @@ def agree(value: Any, name: str, group: ProcessGroup | None = None) -> None:
     number = int.from_bytes(digest[:7], "big")
     # The maximum of the negatives is minus the minimum, so one all-reduce finds both the maximum and the minimum.
     bounds = torch.tensor([number, -number], device=platform.current().device)
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
     if int(bounds[0]) != -int(bounds[1]):
-        values = all_gather_json(value, group)
+        values = all_gather_json(value)
         raise ValueError(f"ranks disagree on {name}: {values}, expected the same on all")
 
 
