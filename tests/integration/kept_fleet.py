@@ -24,6 +24,7 @@ from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.errors import RunError
 from tests.patience import UNBOUNDED_S, Patience, family_of
+from tests.small_config import small_config
 
 _WAIT_S = 300.0
 
@@ -157,20 +158,5 @@ def proceed(server: Server) -> None:
 
 def config_of(folder: Path, model: Path, **engine: object) -> TrainConfig:
     """Return the configuration of a run of ``model`` in ``folder``."""
-    return TrainConfig.model_validate(
-        {
-            "run": {"directory": str(folder), "steps": 1},
-            "model": {"hf_checkpoint": str(model), "dtype": "float32"},
-            "data": {"train": "unused", "max_prompt_tokens": 64},
-            "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 64},
-            "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
-            "optimizer": {"lr": 1e-3},
-            "engine": {
-                "device": "cpu",
-                "servers": 2,
-                "max_restarts": 9,
-                "start_timeout_s": UNBOUNDED_S,
-                **engine,
-            },
-        }
-    )
+    fleet = {"device": "cpu", "servers": 2, "max_restarts": 9, "start_timeout_s": UNBOUNDED_S}
+    return small_config(folder, model, data={"max_prompt_tokens": 64}, engine={**fleet, **engine})

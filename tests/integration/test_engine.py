@@ -29,6 +29,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, length_faults
+from megatron_dppo.config.loading import merged
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.trajectory import Problem, Trajectory, VersionSpan
@@ -66,6 +67,7 @@ from megatron_dppo.system.scratch import SHARED_MEMORY
 from tests.integration.shared_launcher import shared_runtime
 from tests.integration.weight_server import router_choices
 from tests.patience import UNBOUNDED_S, Patience, family_of, wait_healthy
+from tests.small_config import small_config
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -79,24 +81,13 @@ PROMPTS = [
 
 
 def run_config(folder: Path, **sections) -> TrainConfig:
-    given = {
-        "run": {"directory": str(folder.parent), "steps": 1},
-        "model": {"hf_checkpoint": str(folder), "dtype": "float32"},
-        "data": {"train": "unused", "max_prompt_tokens": 64},
-        "rollout": {
-            "prompts_per_step": 8,
-            "group_size": 4,
-            "max_response_tokens": 64,
-            "router_replay": True,
-        },
-        "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
-        "optimizer": {"lr": 1e-3},
+    sizes = {
+        "data": {"max_prompt_tokens": 64},
+        "rollout": {"router_replay": True},
         "engine": {"device": "cpu", "start_timeout_s": UNBOUNDED_S},
         "sglang": {"max_total_tokens": 16384},
     }
-    for name, section in sections.items():
-        given[name] = given.get(name, {}) | section
-    return TrainConfig.model_validate(given)
+    return small_config(folder.parent, folder, **merged(sizes, sections))
 
 
 def engine_of(config: TrainConfig, port: int, log_name: str = "server.log") -> EngineProcess:

@@ -17,7 +17,6 @@ import torch
 import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.rewards import RewardInput
@@ -27,6 +26,7 @@ from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.ports import free_port
 from tests.integration.runs import TrainingRun, records_of, write_material
 from tests.patience import UNBOUNDED_S, wait_healthy
+from tests.small_config import small_config
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -49,17 +49,12 @@ class RewardServer(EngineProcess):
 
 def start_server(folder: Path, like: Path, **sglang: Any) -> RewardServer:
     """Start a server of ``folder``, with the options for a policy of the shape of ``like``."""
-    config = TrainConfig.model_validate(
-        {
-            "run": {"directory": str(folder.parent), "steps": 1},
-            "model": {"hf_checkpoint": str(like), "dtype": "float32"},
-            "data": {"train": "unused", "max_prompt_tokens": 256},
-            "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 64},
-            "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 512},
-            "optimizer": {"lr": 1e-3},
-            "engine": {"device": "cpu", "start_timeout_s": UNBOUNDED_S},
-            "sglang": {"max_total_tokens": 8192, **sglang},
-        }
+    config = small_config(
+        folder.parent,
+        like,
+        data={"max_prompt_tokens": 256},
+        engine={"device": "cpu", "start_timeout_s": UNBOUNDED_S},
+        sglang={"max_total_tokens": 8192, **sglang},
     )
     server = RewardServer(
         config,

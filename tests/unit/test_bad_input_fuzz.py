@@ -24,6 +24,7 @@ from megatron_dppo.rollout import main as rollout_main
 from megatron_dppo.spec import Roles
 from megatron_dppo.train import main
 from tests.messages import mentions
+from tests.small_config import small_tree
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import write_config
 
@@ -41,15 +42,14 @@ def valid_tree(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("fuzz")
     save_tiny_model(folder / "model", "qwen3_moe", vocab_size=515)
     (folder / "train.jsonl").write_text(GOOD * 8)  # A step needs 8 prompts.
-    tree = {
-        "run": {"directory": str(folder / "run"), "steps": 2},
-        "model": {"hf_checkpoint": str(folder / "model"), "dtype": "float32"},
-        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 64},
-        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 16},
-        "reward": {"name": "exact_integer"},
-        "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
-        "optimizer": {"lr": 1e-5},
-    }
+    tree = small_tree(
+        folder / "run",
+        folder / "model",
+        run={"steps": 2},
+        data={"train": str(folder / "train.jsonl"), "max_prompt_tokens": 64},
+        rollout={"max_response_tokens": 16},
+        reward={"name": "exact_integer"},
+    )
     assert main([str(write_config(folder, tree)), "--check"]) == 0
     return tree
 

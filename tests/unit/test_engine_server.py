@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from smg.router_args import RouterArgs
 
+from megatron_dppo.config.loading import merged
 from megatron_dppo.config.machine import engine_device
 from megatron_dppo.config.schema import EngineConfig, TrainConfig
 from megatron_dppo.engine.errors import EngineStartError
@@ -29,6 +30,7 @@ from megatron_dppo.engine.running_server import SGLANG_VERSION, compare_server
 from megatron_dppo.fleet.http_router import http_router_options
 from megatron_dppo.spec import RunSpec, ServersSpec
 from megatron_dppo.system.ports import free_port
+from tests.small_config import small_config
 from tests.tiny_models import save_tiny_model
 
 MODEL = {
@@ -57,18 +59,12 @@ DENSE = {
 
 def run_config(folder: Path, **sections) -> TrainConfig:
     (folder / "config.json").write_text(json.dumps(MODEL))
-    tree = {
-        "run": {"directory": str(folder), "steps": 1},
-        "model": {"hf_checkpoint": str(folder), "dtype": "float32"},
-        "data": {"train": "x", "max_prompt_tokens": 100},
-        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 28},
-        "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
-        "optimizer": {"lr": 1e-3},
+    sizes = {
+        "data": {"max_prompt_tokens": 100},
+        "rollout": {"max_response_tokens": 28},
         "engine": {"device": "cpu"},
     }
-    for name, section in sections.items():
-        tree[name] = tree.get(name, {}) | section
-    return TrainConfig.model_validate(tree)
+    return small_config(folder, folder, **merged(sizes, sections))
 
 
 def spec_of(folder: Path, **changed_sections) -> RunSpec:

@@ -48,6 +48,7 @@ from megatron_dppo.diagnostics.doctor.sampling_evidence import (
     repetition_evidence,
 )
 from tests.ranks import ROOT, run_ranks
+from tests.small_config import small_config
 from tests.tiny_models import save_tiny_model
 
 LogProbs = Callable[[Trajectory], np.ndarray]
@@ -118,19 +119,13 @@ def run(tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("doctor")
     start = save_tiny_model(folder / "start", "qwen3_moe", seed=1, vocab_size=512)
     after = with_tensors(start, folder / "after", train_tensors)
-    config = TrainConfig.model_validate(
-        {
-            "run": {"directory": str(folder), "steps": 1},
-            "model": {"hf_checkpoint": str(start), "dtype": "float32"},
-            "data": {"train": "unused.jsonl"},
-            "rollout": {
-                "prompts_per_step": PROMPTS, "group_size": GROUP, "max_response_tokens": TOKENS,
-                "temperature": TEMPERATURE, "save": True,
-            },
-            "training": {"prompts_per_mini_batch": PROMPTS, "micro_batch_tokens": 256},
-            "optimizer": {"lr": 1e-5},
-        }
-    )  # fmt: skip
+    sizes = {"prompts_per_step": PROMPTS, "group_size": GROUP, "max_response_tokens": TOKENS}
+    config = small_config(
+        folder,
+        start,
+        rollout={**sizes, "temperature": TEMPERATURE, "save": True},
+        training={"prompts_per_mini_batch": PROMPTS, "micro_batch_tokens": 256},
+    )
     policy = Policy(after)
     return SimpleNamespace(
         folder=folder, start=start, after=after, config=config, policy=policy,

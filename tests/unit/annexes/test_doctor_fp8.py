@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_dppo.block_fp8 import DTYPE, quantize, round_activations
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor.reference import KnownWeights
 from megatron_dppo.diagnostics.doctor.report import Doctor
 from megatron_dppo.model.quantization import BLOCK, is_quantized
+from tests.small_config import small_config
 from tests.tiny_models import save_tiny_model
 from tests.unit.annexes.test_doctor import Policy, with_sides, with_tensors
 
@@ -84,20 +84,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
             tensor.mul_(torch.exp(0.4 * torch.randn(())))
 
     after = with_tensors(start, folder / "after", train)
-    config = TrainConfig.model_validate(
-        {
-            "run": {"directory": str(folder), "steps": 1},
-            "model": {"hf_checkpoint": str(start), "dtype": "bfloat16"},
-            "data": {"train": "unused.jsonl"},
-            "rollout": {
-                "prompts_per_step": PROMPTS,
-                "group_size": 2,
-                "max_response_tokens": TOKENS,
-            },
-            "training": {"prompts_per_mini_batch": PROMPTS, "micro_batch_tokens": 256},
-            "optimizer": {"lr": 1e-5},
-            "engine": {"quantization": "fp8"},
-        }
+    config = small_config(
+        folder,
+        start,
+        model={"dtype": "bfloat16"},
+        rollout={"prompts_per_step": PROMPTS, "group_size": 2, "max_response_tokens": TOKENS},
+        training={"prompts_per_mini_batch": PROMPTS, "micro_batch_tokens": 256},
+        engine={"quantization": "fp8"},
     )
     return SimpleNamespace(folder=folder, start=start, after=after, config=config)
 

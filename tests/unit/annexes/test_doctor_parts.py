@@ -14,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.loading import resolved_yaml
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor.ladder import rungs
 from tests.ranks import ROOT
+from tests.small_config import small_config
 from tests.tiny_models import save_tiny_model
 
 TEMPERATURE = 0.7
@@ -31,19 +31,13 @@ def run(tmp_path_factory) -> Path:
     folder.mkdir()
     model = save_tiny_model(folder / "model", "qwen3_moe", seed=1)
     save_tiny_model(folder / "hf", "qwen3_moe", seed=2)
-    config = TrainConfig.model_validate(
-        {
-            "run": {"directory": str(folder), "steps": 1},
-            "model": {"hf_checkpoint": str(model), "dtype": "float32"},
-            "data": {"train": "unused.jsonl"},
-            "rollout": {
-                "prompts_per_step": 6, "group_size": 2, "max_response_tokens": 16,
-                "temperature": TEMPERATURE, "router_replay": True,
-            },
-            "training": {"prompts_per_mini_batch": 6, "micro_batch_tokens": 64},
-            "optimizer": {"lr": 1e-5},
-        }
-    )  # fmt: skip
+    sizes = {"prompts_per_step": 6, "group_size": 2, "max_response_tokens": 16}
+    config = small_config(
+        folder,
+        model,
+        rollout={**sizes, "temperature": TEMPERATURE, "router_replay": True},
+        training={"prompts_per_mini_batch": 6, "micro_batch_tokens": 64},
+    )
     (folder / "config.yaml").write_text(resolved_yaml(config))
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     save_batch(folder / "rollouts", 2, rollouts(model))

@@ -33,6 +33,7 @@ from megatron_dppo.diagnostics.explain.replay import (
     trained_steps,
 )
 from tests.messages import mentioning
+from tests.small_config import small_config
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal
 
@@ -66,20 +67,14 @@ def answer(ids, advantage, log_probs, number=0, reward=0.0, reason="stop", **col
 
 
 def write_run(folder, model, rollouts, **algorithm):
-    config = TrainConfig.model_validate(
-        {
-            "run": {"directory": str(folder), "steps": 1},
-            "model": {"hf_checkpoint": str(model)},
-            "data": {"train": "unused.jsonl"},
-            "rollout": {
-                "prompts_per_step": 1, "group_size": 2, "max_response_tokens": 8,
-                "temperature": TEMPERATURE,
-            },
-            "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 64},
-            "optimizer": {"lr": 1e-5},
-            "algorithm": algorithm,
-        }
-    )  # fmt: skip
+    sizes = {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 8}
+    config = small_config(
+        folder,
+        model,
+        rollout={**sizes, "temperature": TEMPERATURE},
+        training={"prompts_per_mini_batch": 1, "micro_batch_tokens": 64},
+        algorithm=algorithm,
+    )
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(resolved_yaml(config))
     save_batch(folder / "rollouts", 3, rollouts)

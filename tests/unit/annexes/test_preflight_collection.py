@@ -23,6 +23,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system import toolkit as machine_toolkit
 from tests.slurm.recipes import write_config
+from tests.small_config import small_config
 
 GIB = 2**30
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "model_configs" / "qwen3-1.7b-base"
@@ -31,18 +32,7 @@ PARAMETERS = 1_720_574_976
 
 
 def config_of(folder: Path, **sections) -> TrainConfig:
-    return TrainConfig.model_validate(
-        {
-            "run": {"directory": str(folder / "run"), "steps": 1},
-            "model": {"hf_checkpoint": str(MODEL), "dtype": "float32"},
-            "data": {"train": "t"},
-            "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 64},
-            "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
-            "optimizer": {"lr": 1e-3},
-            "engine": {"device": "cpu"},
-        }
-        | sections
-    )
+    return small_config(folder / "run", MODEL, **{"engine": {"device": "cpu"}, **sections})
 
 
 def test_needs_follow_from_the_configuration(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.patience import run_patiently
+from tests.small_config import small_tree
 from tests.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,15 +80,14 @@ def material(tmp_path_factory):
     ]
     for name in ("train.jsonl", "solutions.jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
-        "run": {"directory": str(folder / "run"), "steps": 1},
-        "model": {"hf_checkpoint": str(folder / "model"), "dtype": "float32"},
-        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32},
-        "rollout": {"prompts_per_step": 2, "group_size": 2, "max_response_tokens": 8},
-        "reward": {"name": "exact_integer"},
-        "training": {"prompts_per_mini_batch": 2, "micro_batch_tokens": 256},
-        "optimizer": {"lr": 1e-4},
-    }
+    config = small_tree(
+        folder / "run",
+        folder / "model",
+        data={"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32},
+        rollout={"prompts_per_step": 2, "group_size": 2, "max_response_tokens": 8},
+        reward={"name": "exact_integer"},
+        training={"prompts_per_mini_batch": 2, "micro_batch_tokens": 256},
+    )
     (folder / "CONFIG.yaml").write_text(yaml.safe_dump(config))
     return folder
 
