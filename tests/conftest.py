@@ -83,6 +83,16 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def ends_process_group() -> Iterator[None]:
+    """End the process group that a file's tests may have started."""
+    import torch.distributed as dist
+
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
 def runner() -> Iterator[AsyncRunner]:
     """Run coroutines on a thread of their own."""
     with AsyncRunner() as runner:

@@ -26,6 +26,16 @@ UNBOUNDED_S = 36_000.0
 _LOOK_EVERY_S = 0.5
 
 
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Patience:
     """A limit of ``seconds`` for the processes whose ids ``pids`` returns. Call ``is_exhausted`` often."""
 

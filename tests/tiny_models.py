@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV3Config,
@@ -49,6 +49,14 @@ from transformers import (
 
 ONE_PLUS = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
 """Families whose norms multiply by 1 + their weight. The norms of delta nets are an exception."""
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 16,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -343,6 +351,14 @@ def _write_as_published(folder: Path, model: PreTrainedModel) -> None:
     tensors["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden, dtype=model.dtype)
     tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.randn(8, 64, hidden, dtype=model.dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of all files of a checkpoint."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors
 
 
 def save_hollow_model(folder: str | Path, **changes: object) -> Path:

@@ -14,18 +14,10 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.tiny_models import R1_FORM
+from tests.tiny_models import LLAMA3_ROPE, R1_FORM
 
 TOLERANCE = 2e-5
 VOCABULARY = 515  # padded under tensor parallelism
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 2.0,
-    "original_max_position_embeddings": 16,
-}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"layers": 4}),
     "qwen3_moe without renormalisation": ("qwen3_moe", {"norm_topk_prob": False}),

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.tiny_models import R1_FORM
+from tests.tiny_models import LLAMA3_ROPE, R1_FORM
 from tests.whole_tensors import gather_buckets, hf_buckets
 
 TOLERANCE = 5e-6
@@ -41,17 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "num_key_value_heads": 3,
     },
-    "llama": {
-        "layers": 2,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 2.0,
-            "original_max_position_embeddings": 16,
-        },
-    },
+    "llama": {"layers": 2, "rope_parameters": LLAMA3_ROPE},
 }
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}

@@ -64,16 +64,8 @@ def forward_worker(folder: str) -> dict[str, float]:
     """Return the largest difference of log-probabilities from transformers', by model."""
     from transformers import AutoModelForCausalLM
 
-    from tests.tiny_models import save_tiny_model
+    from tests.tiny_models import LLAMA3_ROPE, save_tiny_model
 
-    scaled = {
-        "rope_type": "llama3",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 2.0,
-        "original_max_position_embeddings": 16,
-    }
     models: dict[str, tuple[str, dict[str, Any], str]] = {
         "qwen3_moe": ("qwen3_moe", {}, "float32"),
         "qwen3_moe, probabilities not renormalised": (
@@ -83,7 +75,7 @@ def forward_worker(folder: str) -> dict[str, float]:
         ),
         "qwen3 tied": ("qwen3", {"tied": True}, "float32"),
         "qwen2": ("qwen2", {}, "float32"),
-        "llama with scaled rope": ("llama", {"rope_parameters": scaled}, "float32"),
+        "llama with scaled rope": ("llama", {"rope_parameters": LLAMA3_ROPE}, "float32"),
         "qwen3 bfloat16": ("qwen3", {"dtype": torch.bfloat16}, "bfloat16"),
     }
     found = {}

@@ -18,7 +18,7 @@ from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatr
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 from megatron_dppo.model.errors import CheckpointError, ModelError, UnsupportedModelError
 from megatron_dppo.model.families import load_model_shape
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import save_tiny_model, tensors_of
 
 Tensors = dict[str, torch.Tensor]
 BLOCK = 32
@@ -31,10 +31,6 @@ def model(folder: Path, change: Callable[[Tensors], object], **options: object) 
     change(tensors)
     save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
     return hf
-
-
-def tensors_of(folder: Path) -> Tensors:
-    return load_file(folder / "model.safetensors")
 
 
 def fuse(tensors: Tensors) -> None:

@@ -17,7 +17,7 @@ from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader, wri
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.model.errors import CheckpointError, ModelError
 from megatron_dppo.model.families import load_model_shape
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import save_tiny_model, tensors_of
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +28,6 @@ def moe(tmp_path_factory) -> Path:
 @pytest.fixture
 def moe_copy(moe, tmp_path) -> Path:
     return Path(shutil.copytree(moe, tmp_path / "hf"))
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(path))
-    return tensors
 
 
 def truncate(path: Path) -> None:

@@ -24,6 +24,7 @@ from megatron_dppo.model.resharding import (
     prove_resharding,
 )
 from megatron_dppo.model.shape import ModelShape
+from tests.small_shapes import MOE
 
 pytestmark = pytest.mark.second
 
@@ -204,11 +205,15 @@ def test_an_attention_replica_of_a_family_that_has_none_is_refused():
 
 def test_engine_bytes_worked_by_hand():
     """One layer at TP4 with 2 K/V heads: two ranks hold each K and V head, and all four hold norms and router."""
-    shape = ModelShape(
-        family="qwen3_moe", num_layers=1, hidden_size=8, num_attention_heads=4, num_query_groups=2, head_dim=2,
-        ffn_hidden_size=4, vocab_size=64, tied_embeddings=False, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
-        max_position_embeddings=64, dtype="float32", num_experts=4, experts_per_token=2, moe_ffn_hidden_size=2,
-    )  # fmt: skip
+    shape = replace(
+        MOE,
+        num_layers=1,
+        hidden_size=8,
+        head_dim=2,
+        vocab_size=64,
+        num_experts=4,
+        moe_ffn_hidden_size=2,
+    )
     report = prove_resharding(shape, Layout(), EngineLayout(4, 2), item_bytes=1)
     vocabulary = 2 * 64 * 8 // 4
     attention = 2 * 8 + 2 * (2 * 8) + 8 * 2

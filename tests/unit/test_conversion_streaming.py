@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_dppo.checkpoint_conversion.certificate import load_certificate
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
@@ -22,7 +21,7 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from tests.patience import run_patiently
-from tests.tiny_models import save_hollow_model, save_tiny_model
+from tests.tiny_models import save_hollow_model, save_tiny_model, tensors_of
 from tests.unit.test_batch_file import flipped
 
 pytestmark = pytest.mark.second
@@ -38,13 +37,6 @@ def moe(tmp_path_factory) -> Path:
 @pytest.fixture
 def moe_copy(moe, tmp_path) -> Path:
     return Path(shutil.copytree(moe, tmp_path / "hf"))
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(path))
-    return tensors
 
 
 def same_bytes(a: Path, b: Path) -> bool:

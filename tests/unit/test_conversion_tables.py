@@ -28,14 +28,12 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import engine_parameters, hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import engine_vocabulary
+from tests import small_shapes
 from tests.messages import mentioning
 
-DENSE = ModelShape(
-    family="qwen2", num_layers=4, hidden_size=4, num_attention_heads=4, num_query_groups=2, head_dim=1,
-    ffn_hidden_size=4, vocab_size=5, tied_embeddings=False, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
-    max_position_embeddings=64, dtype="float32",
-)  # fmt: skip
-MOE = replace(DENSE, family="qwen3_moe", num_experts=4, experts_per_token=2, moe_ffn_hidden_size=2)
+_SIZES = {"hidden_size": 4, "head_dim": 1, "ffn_hidden_size": 4, "vocab_size": 5}
+DENSE = replace(small_shapes.DENSE, **_SIZES)
+MOE = replace(small_shapes.MOE, **_SIZES, num_experts=4, moe_ffn_hidden_size=2)
 
 
 def fill(

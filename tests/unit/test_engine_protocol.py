@@ -22,7 +22,7 @@ from megatron_dppo.engine.protocol import (
     request_ids,
 )
 from megatron_dppo.fleet.generation import GenerationJob
-from megatron_dppo.model.shape import ModelShape
+from tests.small_shapes import MOE
 from tests.trajectories import parse_answers, same
 
 SHAPE = RoutedShape(hidden_layers=2, moe_layers=(1,), top_k=2, experts=8)
@@ -308,12 +308,7 @@ def test_impossible_sampling_is_refused(bad):
 
 
 def test_routed_shape_of_a_model():
-    moe = ModelShape(
-        family="qwen3_moe", num_layers=3, hidden_size=64, num_attention_heads=4, num_query_groups=2,
-        head_dim=16, ffn_hidden_size=128, vocab_size=512, tied_embeddings=False, norm_eps=1e-6,
-        rope_theta=1e6, rope_scaling=None, max_position_embeddings=64, dtype="float32",
-        num_experts=128, experts_per_token=8, moe_ffn_hidden_size=32,
-    )  # fmt: skip
+    moe = replace(MOE, num_layers=3, num_experts=128, experts_per_token=8)
     assert RoutedShape.of_model(moe) == RoutedShape(3, (0, 1, 2), 8, 128)
     with pytest.raises(ValueError, match=r"qwen3 "):
         RoutedShape.of_model(replace(moe, family="qwen3", num_experts=0))

@@ -30,6 +30,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.own_fleet import GenerationError, own_fleet
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.tensor_hash import tiled_hash
+from tests import small_shapes
 from tests.messages import mentions
 from tests.unit.config_files import MOE, minimal, write_config
 
@@ -42,26 +43,11 @@ WIDE = {
 
 
 def model_shape(**changes: Any) -> ModelShape:
-    shape = ModelShape(
-        family="qwen3_moe",
-        num_layers=1,
-        hidden_size=256,
-        num_attention_heads=4,
-        num_query_groups=2,
-        head_dim=128,
-        ffn_hidden_size=256,
-        vocab_size=96,
-        tied_embeddings=False,
-        norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_scaling=None,
-        max_position_embeddings=64,
-        dtype="bfloat16",
-        num_experts=2,
-        experts_per_token=1,
-        moe_ffn_hidden_size=256,
-    )
-    return replace(shape, **changes)
+    sizes = {
+        "num_layers": 1, "hidden_size": 256, "head_dim": 128, "ffn_hidden_size": 256, "vocab_size": 96,
+        "dtype": "bfloat16", "num_experts": 2, "experts_per_token": 1, "moe_ffn_hidden_size": 256,
+    }  # fmt: skip
+    return replace(small_shapes.MOE, **{**sizes, **changes})
 
 
 def weights(shape: ModelShape) -> dict[str, Tensor]:

@@ -25,12 +25,7 @@ from megatron_dppo.trainer import platform
 from tests.distributed.test_trainer_parity import VOCABULARY, run_config, samples
 from tests.tiny_models import save_tiny_model
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("ends_process_group")
 
 
 @pytest.fixture(scope="module")

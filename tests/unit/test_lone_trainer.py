@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,12 @@ from tests.distributed.test_trainer_parity import (
 from tests.distributed.test_trainer_steps import make_trainer
 from tests.tiny_models import save_tiny_model
 
+pytestmark = pytest.mark.usefixtures("ends_process_group")
+
 CHANGES: dict[str, dict[str, Any]] = {
     "full": {},
     "adapters": {"lora": {"rank": 4, "dropout": 0.5, "train_router": True}},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

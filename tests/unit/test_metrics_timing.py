@@ -3,16 +3,7 @@
 import pytest
 
 from megatron_dppo.metrics.phase_timer import PhaseTimer
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
+from tests.patience import Clock
 
 
 @pytest.fixture

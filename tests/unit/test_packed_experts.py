@@ -15,7 +15,8 @@ from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
 from tests.planted_families import packing_family, planted
-from tests.unit.test_checkpoint_layouts import fuse, model, tensors_of
+from tests.tiny_models import tensors_of
+from tests.unit.test_checkpoint_layouts import fuse, model
 
 MTP = "mtp.layers.0.mlp.experts.gate_up_proj"
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.data.packing import PackedBatch, pack
-from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import router_replay
 from megatron_dppo.trainer.context_parallel import TokenShare
 from megatron_dppo.trainer.router_replay import (
@@ -29,6 +28,7 @@ from megatron_dppo.trainer.router_replay import (
     attach,
 )
 from tests.messages import mentioning
+from tests.small_shapes import MOE
 from tests.trajectories import trajectory
 
 CPU = torch.device("cpu")
@@ -37,12 +37,7 @@ NATURAL = [[1, 2], [0, 3], [3, 0]]
 EXPERTS = torch.tensor(  # [token, layer, choice]
     [[[0, 3], [2, 1]], [[1, 2], [1, 2]], [[2, 1], [0, 1]]], dtype=torch.uint8
 )
-SHAPE = ModelShape(
-    family="qwen3_moe", num_layers=2, hidden_size=8, num_attention_heads=4, num_query_groups=2,
-    head_dim=2, ffn_hidden_size=6, vocab_size=100, tied_embeddings=False, norm_eps=1e-6,
-    rope_theta=1e6, rope_scaling=None, max_position_embeddings=64, dtype="float32",
-    num_experts=4, experts_per_token=2, moe_ffn_hidden_size=4,
-)  # fmt: skip
+SHAPE = replace(MOE, num_layers=2, num_experts=4)
 
 
 def topk(scores: Tensor, k: int, num_groups: Any = None, group_topk: Any = None) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,8 @@ from megatron_dppo.data.columns import check_recording, is_unwritten, usable_row
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.protocol import RoutedShape
-from megatron_dppo.model.shape import ModelShape
 from tests.messages import mentioning
+from tests.small_shapes import MOE
 from tests.trajectories import trajectory
 
 
@@ -117,12 +119,7 @@ def test_rows_between_two_turns_hold():
 
 def test_a_token_of_qwen3_30b_a3b_takes_384_bytes():
     """In each of 48 layers, a token has 8 of 128 experts, with one byte each."""
-    shape = ModelShape(
-        family="qwen3_moe", num_layers=48, hidden_size=2048, num_attention_heads=32,
-        num_query_groups=4, head_dim=128, ffn_hidden_size=6144, vocab_size=151936,
-        tied_embeddings=False, norm_eps=1e-6, rope_theta=1e6, rope_scaling=None,
-        max_position_embeddings=40960, dtype="bfloat16", num_experts=128, experts_per_token=8,
-    )  # fmt: skip
+    shape = replace(MOE, num_layers=48, num_experts=128, experts_per_token=8)
     recorded = RoutedShape(48, tuple(range(48)), 8, 128)
     rng = np.random.default_rng(0)
     routed = rng.random((19, 48, 128)).argsort(-1)[..., :8].astype(recorded.dtype)

@@ -14,18 +14,8 @@ from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.fleet.supervision import EngineGivenUpError, RestartBudget, SupervisedServer
 from megatron_dppo.system.ports import free_port
 from tests.messages import mentioning, mentions
-from tests.patience import happens
+from tests.patience import Clock, happens
 from tests.unit.test_engine_child_server import SmallServer
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_each_restart_in_a_window_comes_later_and_their_number_is_bounded():

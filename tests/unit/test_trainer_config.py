@@ -17,14 +17,7 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import LatentAttention, ModelShape, Router, YarnRopeScaling
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.megatron_config import transformer_config
-
-MOE = ModelShape(
-    family="qwen3_moe", num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2,
-    head_dim=16, ffn_hidden_size=128, vocab_size=515, tied_embeddings=False, norm_eps=1e-6,
-    rope_theta=1e6, rope_scaling=None, max_position_embeddings=2048, dtype="float32",
-    num_experts=8, experts_per_token=2, moe_ffn_hidden_size=32, norm_topk_prob=True,
-)  # fmt: skip
-DENSE = replace(MOE, family="qwen2", num_experts=0)
+from tests.small_shapes import DENSE, MOE
 
 
 def config(parallel: dict[str, Any], **sections: Any) -> s.PolicyConfig:

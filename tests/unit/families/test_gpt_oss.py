@@ -40,10 +40,9 @@ from megatron_dppo.model.resharding import check_tiling, prove_resharding
 from megatron_dppo.model.shape import ModelShape, YarnRopeScaling, active_parameters, shape_of_json
 from megatron_dppo.tensor_hash import tiled_hash
 from tests.engine_digests import expected_digests, mismatched_tensors, random_weights
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import save_tiny_model, tensors_of
 from tests.unit.published_configs import CONFIGS, published, written
 from tests.unit.rank_threads import on_ranks
-from tests.unit.test_checkpoint_layouts import tensors_of
 from tests.unit.test_trainer_config import build as build_config
 
 NAME = "gpt-oss-20b"

@@ -26,9 +26,8 @@ from megatron_dppo.model.mapping import EngineLayout, carried_names, engine_para
 from megatron_dppo.model.resharding import prove_resharding
 from megatron_dppo.model.shape import ModelShape
 from tests.engine_digests import expected_digests, mismatched_tensors, random_weights
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import save_tiny_model, tensors_of
 from tests.unit.published_configs import CONFIGS, published, written
-from tests.unit.test_checkpoint_layouts import tensors_of
 
 NAME = "qwen3.5-35b-a3b"
 PUBLISHED = CONFIGS / NAME
