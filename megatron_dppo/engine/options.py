@@ -24,8 +24,9 @@ FIRST_WEIGHT_VERSION = 0
 
 ADAPTER_DIGESTS = "sha256"
 """Key in a response's ``loaded_adapters``. Its value is the digests of the adapters, as JSON."""
-REPLICAS_PORT_DISTANCE = 13
-"""A server with attention replicas also listens on its port plus this number (SGLang 0.5.23)."""
+REPLICAS_PORT_DISTANCES = (13, *range(233, 240))
+"""A server with attention replicas also listens on its port plus each of these numbers (SGLang 0.5.23). It ends if one
+of the ports is taken."""
 
 _RANK_VARIABLES = (
     "RANK",
@@ -98,7 +99,7 @@ def free_server_port(servers: ServersSpec, host: str) -> int:
     """Return a free port for a server on ``host``."""
     if servers.layout.attention_replicas == 1:
         return free_port(host)
-    return free_port(host, REPLICAS_PORT_DISTANCE)
+    return free_port(host, REPLICAS_PORT_DISTANCES)
 
 
 FLAGS: Mapping[str, str] = {

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
 _held_ports: dict[int, list[socket.socket]] = {}
-"""Port that ``free_port`` returned -> the sockets that hold it and its second port. ``free_port`` may return one number
-for several addresses of this machine. The list then has the sockets of all these addresses."""
+"""Port that ``free_port`` returned -> the sockets that hold it and its further ports. ``free_port`` may return one
+number for several addresses of this machine. The list then has the sockets of all these addresses."""
 
 
 class PortTakenError(RuntimeError):
     """A port can't be bound; the message names the address and the system's reason."""
 
 
-def free_port(host: str = "127.0.0.1", distance: int | None = None) -> int:
+def free_port(host: str = "127.0.0.1", distances: Sequence[int] = ()) -> int:
     """Return a free port of ``host``. It stays held (``hold_port``) until ``give_back_port`` or this process's end.
 
-    With ``distance``, a second port is free and held as long: the returned port plus ``distance``.
+    Further ports are free and held as long: the returned port plus each of ``distances``.
     """
     unusable: list[socket.socket] = []
     while True:
-        held = hold_port(host, 0)
-        port = int(held.getsockname()[1])
+        held = [hold_port(host, 0)]
+        port = int(held[0].getsockname()[1])
         try:
-            second_port = [] if distance is None else [hold_port(host, port + distance)]
+            for distance in distances:
+                held.append(hold_port(host, port + distance))
         except PortTakenError:
-            # Keep the port until another port is found: otherwise the system may return it again.
-            unusable.append(held)
+            # Keep the ports until other ports are found: otherwise the system may return the first one again.
+            unusable += held
             continue
         # A port of the same number may be held on another address of this machine. Then add to its list.
-        _held_ports.setdefault(port, []).extend([held, *second_port])
+        _held_ports.setdefault(port, []).extend(held)
         for candidate in unusable:
             candidate.close()
         return port

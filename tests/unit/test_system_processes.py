@@ -202,9 +202,9 @@ def test_a_free_port_is_given_back_when_its_server_has_ended() -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_a_second_port_is_free_and_held_too(monkeypatch) -> None:
-    """The second port of the system's first choice is taken, so another pair must be chosen."""
-    candidate = free_port(distance=13)
+def test_further_ports_are_free_and_held_too(monkeypatch) -> None:
+    """The last port of the system's first choice is taken, so other ports must be chosen."""
+    candidate = free_port(distances=(13, 233))
     give_back_port(candidate)
     choices = [candidate]
 
@@ -214,14 +214,15 @@ def test_a_second_port_is_free_and_held_too(monkeypatch) -> None:
         return hold_port(host, port)
 
     monkeypatch.setattr(system_ports, "hold_port", hold)
-    with socket.create_server(("127.0.0.1", candidate + 13)):
-        port = free_port(distance=13)
+    with socket.create_server(("127.0.0.1", candidate + 233)):
+        port = free_port(distances=(13, 233))
     assert not choices
     assert port != candidate
-    with socket.socket() as other, pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)):
-        other.bind(("127.0.0.1", port + 13))
+    for distance in (13, 233):
+        with socket.socket() as other, pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)):
+            other.bind(("127.0.0.1", port + distance))
     give_back_port(port)
-    for free in (candidate, port + 13):
+    for free in (candidate, candidate + 13, port + 13, port + 233):
         with socket.socket() as other:
             other.bind(("127.0.0.1", free))
 
