@@ -298,7 +298,7 @@ def _reaching_sync(config: TrainConfig, schedule: Schedule, nodes: int) -> dict[
         # Trainer and servers share memory within one node only.
         strategy = "distributed"
     if schedule.is_colocated and strategy == "distributed":
-        strategy = "disk"
+        strategy = "tensor" if nodes == 1 else "disk"
     if nodes > 1 and strategy == "disk" and directory is None:
         # All nodes see the run's folder. By default, updates are written to the memory of one node.
         directory = f"{config.run.directory}/weights"

@@ -271,12 +271,12 @@ FOLDER = "weight_sync.directory=runs/qwen3-30b-a3b-base/dppo-binary-tv-seed-1/we
         (2, [], ["weight_sync.strategy=disk", FOLDER]),
         (2, ["weight_sync.strategy=tensor"], ["weight_sync.strategy=disk", FOLDER]),
         (2, ["weight_sync.strategy=disk", "weight_sync.directory=/shared"], []),
-        (1, [], ["weight_sync.strategy=disk"]),
+        (1, [], ["weight_sync.strategy=tensor"]),
         (1, ["weight_sync.strategy=tensor"], []),
         (
             *(1, ["weight_sync.changes_only=true", "engine.atomic_updates=true"]),
             [
-                *("engine.atomic_updates=false", "weight_sync.strategy=disk"),
+                *("engine.atomic_updates=false", "weight_sync.strategy=tensor"),
                 "weight_sync.changes_only=false",
             ],
         ),
