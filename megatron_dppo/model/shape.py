@@ -10,9 +10,6 @@ from typing import Any, Literal
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a weight, by its type."""
-OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12, "float16": 12}
-"""Bytes of optimizer state of a trained weight, by its type: Adam's two fp32 moments and, for a narrower weight, its
-fp32 master."""
 
 TrainerPart = Literal["weights", "reference", "gradients", "optimizer"]
 TRAINER_PARTS: tuple[TrainerPart, ...] = ("weights", "reference", "gradients", "optimizer")
@@ -20,11 +17,6 @@ TRAINER_PARTS: tuple[TrainerPart, ...] = ("weights", "reference", "gradients", "
 ``trainer/parking.py``."""
 COPIED_PARTS: frozenset[TrainerPart] = frozenset(("weights", "reference", "optimizer"))
 """The host keeps a copy of these parts once they have been parked."""
-
-
-def checkpoint_bytes(trained: int, dtype: str) -> int:
-    """Return the bytes of a checkpoint of ``trained`` elements: weights and optimizer state."""
-    return trained * (ITEM_BYTES[dtype] + OPTIMIZER_BYTES[dtype])
 
 
 @dataclass(frozen=True)

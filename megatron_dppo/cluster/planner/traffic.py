@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_dppo.cluster.planner.devices import GB, Device
-from megatron_dppo.cluster.planner.facts import RunFacts
+from megatron_dppo.cluster.planner.facts import RunFacts, TrainerFacts
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.mapping import engine_parameters, hf_tensors, parameter_count
 from megatron_dppo.model.quantization import holds_quantized, stored_bytes
@@ -69,31 +69,26 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
     float32, less if moments are bfloat16, and seconds = bytes / the storage's rate. With adapters, only the trained
     elements count.
     """
-    trainer = facts.trainer
-    model_elements = parameter_count(trainer.shape)
-    trained_elements = model_elements
-    if trainer.trained is not None:
-        trained_elements = trainer.trained.elements(trainer.shape)
-    state_bytes = trainer.checkpoint_bytes(trained_elements)
+    state_bytes = checkpoint_bytes(facts)
     engine = facts.engine
     if facts.spec.model.sends_adapters:
-        update_bytes = received_bytes = trained_elements * trainer.item_bytes
+        update_bytes = received_bytes = sent_bytes(facts)
         messages = 1
         seconds = 2 * update_bytes / storage
     elif facts.sends_in_group:
-        update_bytes = _sent_bytes(facts)
+        update_bytes = sent_bytes(facts)
         received_bytes = _kept_bytes(facts)
         messages = math.ceil(received_bytes / facts.bucket_bytes)
         travel = received_bytes / messages / (device.network * MESSAGE_EFFICIENCY)
         seconds = (messages + engine.started - 1) * max(travel, MESSAGE_LATENCY)
     elif facts.sends_shards:
-        update_bytes = _sent_bytes(facts)
+        update_bytes = sent_bytes(facts)
         received_bytes = _kept_bytes(facts)
         messages = math.ceil(received_bytes / facts.message_bytes)
         travel = received_bytes / (device.network * MESSAGE_EFFICIENCY)
         seconds = travel + messages * REQUEST_LATENCY
     else:
-        update_bytes = received_bytes = _sent_bytes(facts)
+        update_bytes = received_bytes = sent_bytes(facts)
         messages = math.ceil(received_bytes / facts.bucket_bytes)
         travel = received_bytes / (device.network * BUCKET_EFFICIENCY)
         seconds = travel + messages * REQUEST_LATENCY
@@ -107,9 +102,22 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
     )
 
 
-def _sent_bytes(facts: RunFacts) -> int:
-    """Return the bytes of all weights as servers receive them: the trainer's dtype, or block FP8."""
+def checkpoint_bytes(facts: RunFacts) -> int:
+    """Return the bytes of a checkpoint: weights and optimizer state of the trained elements."""
+    return facts.trainer.checkpoint_bytes(_trained_elements(facts.trainer))
+
+
+def _trained_elements(trainer: TrainerFacts) -> int:
+    if trainer.trained is None:
+        return parameter_count(trainer.shape)
+    return trainer.trained.elements(trainer.shape)
+
+
+def sent_bytes(facts: RunFacts) -> int:
+    """Return the bytes of a weight update: adapters, or all weights in the trainer's dtype or in block FP8."""
     item_bytes = facts.trainer.item_bytes
+    if facts.spec.model.sends_adapters:
+        return _trained_elements(facts.trainer) * item_bytes
     if not facts.engine.is_quantized:
         return parameter_count(facts.trainer.shape) * item_bytes
     total = 0

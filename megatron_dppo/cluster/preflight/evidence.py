@@ -22,13 +22,14 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from megatron_dppo.cluster.planner.devices import GIB, MIB, gib
+from megatron_dppo.cluster.planner.facts import facts_of
+from megatron_dppo.cluster.planner.traffic import checkpoint_bytes, sent_bytes
+from megatron_dppo.config import ConfigError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.machine_checks import LEAST_OPEN_FILES
-from megatron_dppo.model.adapters import trained_elements
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.mapping import parameter_count
-from megatron_dppo.model.shape import ITEM_BYTES, checkpoint_bytes
-from megatron_dppo.spec import ModelSpec, Roles
+from megatron_dppo.spec import Roles, read_shape
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
@@ -105,15 +106,12 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
 def _model_bytes(config: TrainConfig) -> tuple[int, int, int]:
     """Return the bytes of the model's weights, of a weight update, and of a checkpoint."""
     try:
-        model = ModelSpec.read(config)
-    except ModelError:
+        facts = facts_of(config, read_shape(config))
+    except (ConfigError, ModelError):
         # A model that can't be read is no node's fault. The check of the configuration refuses such a model.
         return 0, 0, 0
-    trained = trained_elements(model.shape, model.adapters, routers=config.lora.train_router)
-    item_bytes = ITEM_BYTES[model.dtype]
-    weight_bytes = parameter_count(model.shape) * item_bytes
-    update_bytes = trained * item_bytes if model.sends_adapters else weight_bytes
-    return weight_bytes, update_bytes, checkpoint_bytes(trained, model.dtype)
+    weight_bytes = parameter_count(facts.trainer.shape) * facts.trainer.item_bytes
+    return weight_bytes, sent_bytes(facts), checkpoint_bytes(facts)
 
 
 def _pins(extra: str) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from megatron_dppo.cluster.preflight.evidence import Meeting, Site, needs_of
 from megatron_dppo.cluster.preflight.gpus import gpus_of_driver
 from megatron_dppo.cluster.preflight.network import addresses, collect_network
 from megatron_dppo.cluster.preflight.shared_folder import collect_shared_folder
+from megatron_dppo.config.forwarded import MOMENT_DTYPES
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system import toolkit as machine_toolkit
@@ -49,10 +50,12 @@ def test_needs_follow_from_the_configuration(tmp_path):
 
 
 def test_the_planner_and_the_preflight_count_the_same_bytes(tmp_path):
-    """The run trains whole weights or adapters, in float32 or in bfloat16."""
+    """The run trains whole weights or adapters, in float32 or in bfloat16, also with narrow moments or FP8 servers."""
     shape = load_model_shape(MODEL)
     lora = {"rank": 8, "update": "adapters", "target_modules": ["attention"]}
-    for section in ({}, {"lora": lora}):
+    narrow = {"use_precision_aware_optimizer": True, **dict.fromkeys(MOMENT_DTYPES, "bfloat16")}
+    fp8 = {"device": "cpu", "quantization": "fp8"}
+    for section in ({}, {"lora": lora}, {"megatron_optimizer": narrow}, {"engine": fp8}):
         for dtype in ("float32", "bfloat16"):
             model = {"hf_checkpoint": str(MODEL), "dtype": dtype}
             config = config_of(tmp_path, model=model, weight_sync={"strategy": "disk"}, **section)
