@@ -27,7 +27,7 @@ reference policy's weights are only copied back. Other state is copied to the ho
 
 
 @dataclass(frozen=True)
-class SharedBytes:
+class ColocatedBytes:
     """Bytes of one GPU of a colocated run.
 
     Attributes:
@@ -52,7 +52,7 @@ def shared_bytes(
     engine: server_memory.EngineBytes,
     server_communicators: int,
     gpu_memory: int,
-) -> SharedBytes:
+) -> ColocatedBytes:
     """Return the bytes of a GPU that a rank and a server share. The rank parks only the parts that it must park.
 
     While the server generates, it holds its context, weights, KV cache, communicators and ``LEAST_RESERVED`` of working
@@ -87,7 +87,7 @@ def shared_bytes(
         # During a weight update, the rank's weights are back on the GPU. The other parked parts are not.
         if part != "weights":
             updating -= size
-    return SharedBytes(
+    return ColocatedBytes(
         parked=tuple(parked_parts),
         travels=travels,
         host=trainer_state.parked_bytes(rank.state, parked_parts).host,
@@ -97,7 +97,7 @@ def shared_bytes(
     )
 
 
-def shared_ranks(facts: RunFacts, device: Device) -> tuple[SharedBytes, ...]:
+def shared_ranks(facts: RunFacts, device: Device) -> tuple[ColocatedBytes, ...]:
     """Return the bytes of a shared GPU for each pipeline stage; empty unless trainer and servers share GPUs."""
     if not facts.schedule.is_colocated or not facts.engine.started:
         return ()
@@ -123,7 +123,7 @@ def switch_seconds(facts: RunFacts, device: Device) -> float:
     return max(gpu.travels for gpu in shared_gpus) / HOST_LINK + SWITCH_OVERHEAD
 
 
-def sharing_faults(shared_gpus: tuple[SharedBytes, ...], device: Device) -> Iterator[str]:
+def sharing_faults(shared_gpus: tuple[ColocatedBytes, ...], device: Device) -> Iterator[str]:
     """Yield a line for each reason why trainer and server cannot take turns on one GPU."""
     limit = f"expected at most the {gib(device.memory)} of a {device.name}"
     for stage, sizes in enumerate(shared_gpus):

@@ -15,7 +15,7 @@ from megatron_dppo.cluster.planner import (
     trainer_state,
 )
 from megatron_dppo.cluster.planner.activations import activation_bytes
-from megatron_dppo.cluster.planner.colocation import SharedBytes, shared_ranks, sharing_faults
+from megatron_dppo.cluster.planner.colocation import ColocatedBytes, shared_ranks, sharing_faults
 from megatron_dppo.cluster.planner.devices import Cluster, Device, device_named, gib
 from megatron_dppo.cluster.planner.facts import RolloutFacts, RunFacts, facts_of
 from megatron_dppo.cluster.planner.step_time import StepSeconds, step_seconds
@@ -70,7 +70,7 @@ class RunPlan:
     ranks: tuple[memory.RankBytes, ...]
     engine: server_memory.EngineBytes | None
     teachers: Mapping[str, server_memory.EngineBytes]
-    shared: tuple[SharedBytes, ...]
+    shared: tuple[ColocatedBytes, ...]
     hosts: tuple[host_memory.HostBytes, ...]
     columns: batch_memory.ColumnBytes
     traffic: Traffic
@@ -181,7 +181,7 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     if engine is not None and facts.rollout.routing:
         capture_bytes = server_memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
     is_colocated = facts.schedule.is_colocated
-    shared_bytes: tuple[SharedBytes, ...] = ()
+    shared_bytes: tuple[ColocatedBytes, ...] = ()
     if engine is not None and is_colocated:
         shared_bytes = shared_ranks(facts, cluster.device)
     parked_bytes = max((gpu.host for gpu in shared_bytes), default=0)

@@ -13,7 +13,7 @@ from megatron_dppo.cluster import plan as command
 from megatron_dppo.cluster.plan import bars, print_plan
 from megatron_dppo.cluster.planner.activations import activation_bytes, layer_bytes
 from megatron_dppo.cluster.planner.batch_memory import column_bytes, routing_bytes_per_token
-from megatron_dppo.cluster.planner.colocation import SharedBytes
+from megatron_dppo.cluster.planner.colocation import ColocatedBytes
 from megatron_dppo.cluster.planner.communicators import (
     PER_COMMUNICATOR,
     engine_communicator_bytes,
@@ -694,7 +694,7 @@ def test_the_verdict_says_by_how_little_the_plan_fits(spare, words):
 
 def test_the_fullest_memory_may_be_that_of_generation():
     plan = plan_run(facts(), H100)
-    shared = SharedBytes((), 0, 0, training=1, generating=H100.device.memory - 2**20, updating=1)
+    shared = ColocatedBytes((), 0, 0, training=1, generating=H100.device.memory - 2**20, updating=1)
     use = replace(plan, shared=(shared,)).fullest_memory
     assert use.name == "shared GPUs while servers generate"
 
