@@ -123,11 +123,10 @@ def describe(config: TrainConfig, model: ModelShape) -> str:
     padding = ""
     if padded != vocab:
         padding = f" (padded to {padded})"
-    steps = rollout.prompts_per_step // config.training.prompts_per_mini_batch
     return (
         f"{layout.world_size} ranks: {_product(dense_sizes)}, experts {_product(expert_sizes)}{sequence}; vocabulary "
         f"{vocab}{padding}; a rollout batch is {rollout.prompts_per_step * rollout.group_size} responses and "
-        f"{steps} optimiser steps"
+        f"{config.mini_batches} optimiser steps"
     )
 
 

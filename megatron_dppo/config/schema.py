@@ -738,6 +738,27 @@ class TrainConfig(PolicyConfig):
         """R3, as configured for the rollouts."""
         return self.rollout.router_replay
 
+    @property
+    def mini_batches(self) -> int:
+        """Optimiser steps on a rollout batch."""
+        return self.rollout.prompts_per_step // self.training.prompts_per_mini_batch
+
+    @property
+    def mini_batch_responses(self) -> int:
+        """Responses of an optimiser step, of all ranks."""
+        return self.training.prompts_per_mini_batch * self.rollout.group_size
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence of training: a prompt with a response, or with an episode."""
+        prompt = self.data.max_prompt_tokens
+        return self.environment.longest(prompt, self.rollout.max_response_tokens)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether servers generate and evaluate while the ranks train."""
+        return self.rollout.max_staleness > 0 and self.engine.placement != "colocated"
+
     def passed_variables(self) -> dict[str, list[str]]:
         """Return each list of environment variables that processes of the run receive, by its key."""
         lists = {

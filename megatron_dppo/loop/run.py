@@ -179,8 +179,6 @@ class Run:
     def _evaluations(self, recorder: Recorder, samples: SampleMaker) -> Evaluations:
         config = self.config
         generation = self.generation
-        # Colocated servers are paused while the trainer works, so evaluations can't run in the background.
-        is_colocated = config.engine.placement == "colocated"
         evaluator = Evaluator(
             {} if generation.engine is None else self.data.held_out,
             config.evaluation,
@@ -192,11 +190,7 @@ class Run:
             samples,
         )
         return Evaluations(
-            evaluator,
-            recorder,
-            self.timer,
-            steps=config.run.steps,
-            background=config.rollout.max_staleness > 0 and not is_colocated,
+            evaluator, recorder, self.timer, steps=config.run.steps, background=config.overlaps
         )
 
     def to_the_end(self) -> None:

@@ -51,8 +51,6 @@ class Roles:
         engine = config.engine
         servers = engine.servers_to_start
         colocated = engine.placement == "colocated"
-        # Without staleness, servers generate only between training steps.
-        overlaps = config.rollout.max_staleness > 0 and not colocated
         teachers = [
             TeacherRole(name, teacher.servers_to_start, server_ranks(teacher.sglang))
             for name, teacher in config.distillation.teachers.items()
@@ -66,7 +64,7 @@ class Roles:
             port=engine.port,
             router=engine.uses_router,
             colocated=colocated,
-            generating=servers if overlaps else 0,
+            generating=servers if config.overlaps else 0,
             teachers=tuple(teachers),
         )
 

@@ -41,14 +41,13 @@ class RolloutSpec:
     def of(cls, config: TrainConfig, algorithm: AlgorithmFacts, shape: ModelShape) -> RolloutSpec:
         rollout = config.rollout
         prompt = config.data.max_prompt_tokens
-        turn = rollout.max_response_tokens
-        evaluated_turn = config.evaluation.max_response_tokens or turn
+        evaluated_turn = config.evaluation.max_response_tokens or rollout.max_response_tokens
         return cls(
             prompts=rollout.prompts_per_step,
             group_size=rollout.group_size,
-            steps=rollout.prompts_per_step // config.training.prompts_per_mini_batch,
+            steps=config.mini_batches,
             longest_prompt=prompt,
-            longest_response=config.environment.longest(prompt, turn) - prompt,
+            longest_response=config.longest_sequence - prompt,
             longest_evaluated=config.environment.longest(prompt, evaluated_turn) - prompt,
             topk=carried_topk(algorithm, rollout.topk_log_probs, shape.vocab_size),
             teacher_topk=config.distillation.top_k if config.distillation.teachers else None,

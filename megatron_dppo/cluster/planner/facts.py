@@ -481,10 +481,8 @@ def facts_of(
     )
     if spec.algorithm.preset.whole_vocabulary:
         rollout = replace(rollout, topk=shape.vocab_size)
-    training = config.training
-    per_step = training.prompts_per_mini_batch * rollout.group_size
-    replica_responses = -(-per_step // spec.trainer.layout.data)
-    budget = max(training.micro_batch_tokens, rollout.longest)
+    replica_responses = -(-config.mini_batch_responses // spec.trainer.layout.data)
+    budget = max(config.training.micro_batch_tokens, rollout.longest)
     micro_batches = max(1, round(replica_responses * rollout.mean_length / (budget * PACKING)))
     return RunFacts(
         config=config,

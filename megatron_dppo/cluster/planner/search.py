@@ -207,11 +207,8 @@ def _layouts(ranks: int, question: Question) -> Iterator[LayoutSizes]:
     The size of expert tensor parallelism follows from the other sizes.
     """
     shape = question.shape
-    config = question.config
-    prompt = config.data.max_prompt_tokens
-    response = config.rollout.max_response_tokens
-    longest_sequence = config.environment.longest(prompt, response)
-    contexts = [size for size in _POWERS if size == 1 or longest_sequence // size >= LEAST_CONTEXT]
+    longest = question.config.longest_sequence
+    contexts = [size for size in _POWERS if size == 1 or longest // size >= LEAST_CONTEXT]
     experts: tuple[int, ...] = (1,)
     if shape.is_moe:
         experts = tuple(size for size in _POWERS if shape.num_experts % size == 0)

@@ -319,8 +319,7 @@ def _batch_sizes(config: TrainConfig, parallel: ParallelConfig) -> tuple[int, in
     least_prompts = math.ceil(least_responses / _group_size(config))
     # The replicas divide a mini-batch evenly.
     mini_batch = ceil_to(max(2, least_prompts), parallel.data)
-    recipe_steps = config.rollout.prompts_per_step // config.training.prompts_per_mini_batch
-    steps = 2 if recipe_steps > 1 else 1
+    steps = 2 if config.mini_batches > 1 else 1
     return mini_batch, mini_batch * steps
 
 

@@ -332,7 +332,7 @@ class Doctor:
     def _sides(self, step: int) -> list[Side]:
         """Return the sides that can be examined. For any other side, the reason goes into ``_unexamined``."""
         config = self._config
-        mini_batch = config.training.prompts_per_mini_batch * config.rollout.group_size
+        mini_batch = config.mini_batch_responses
         engine = diagnosis.engine_side(self._batch)
         trainer = None
         if engine is None:

@@ -101,7 +101,7 @@ def explain(options: argparse.Namespace) -> None:
     batch = load_batch(options.run / ROLLOUTS_FOLDER, step)
     useful_positions, skip_line = useful_responses(batch, config.algorithm)
     limit = options.limit or len(useful_positions)
-    mini_batch_size = config.training.prompts_per_mini_batch * config.rollout.group_size
+    mini_batch_size = config.mini_batch_responses
     if options.policy is None:
         responses, source = as_trained(
             options, config, step, algorithm, batch, useful_positions, limit, mini_batch_size
