@@ -134,7 +134,7 @@ def bench(folder: Path, rounds: int, strategy: str) -> None:
     with tempfile.TemporaryDirectory() as scratch, AsyncRunner() as runner:
         try:
             loaders = dict(LOADERS)
-            if strategy == "distributed":
+            if strategy != "disk":
                 # SGLang's own loader needs whole tensors.
                 del loaders["SGLang's loader"]
             for number, (name, kind) in enumerate(loaders.items()):
@@ -146,7 +146,7 @@ def bench(folder: Path, rounds: int, strategy: str) -> None:
         finally:
             for each in benches.values():
                 each.close()
-    tensors = sum(len(bucket.tensors) for bucket in source.plan(1 << 26, spread=False))
+    tensors = sum(len(bucket.tensors) for bucket in source.plan(1 << 26))
     print(f"{tensors:,} tensors, {source.bytes / 1e6:.1f} MB, strategy {strategy}")
     print(f"{'':18}" + "".join(f"{column:>18}" for column in COLUMNS))
     for name, each in benches.items():
