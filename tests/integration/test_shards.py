@@ -329,34 +329,39 @@ def test_a_dead_sender_leaves_the_engines_free_for_new_ranks(
 
 
 DEATHS = [
-    (0, "begin", 1),
-    (0, "gather", 1),
-    (0, "transfer", 2),
-    (0, "arrive", 1),
-    (0, "end", 1),
-    (0, "verify", 1),
-    (0, "commit", 1),
-    (1, "begin", 1),
-    (1, "begin", 2),
-    (1, "gather", 1),
-    (1, "hash", 1),
-    (1, "arrive", 1),
+    ("distributed", 0, "begin", 1),
+    ("distributed", 0, "gather", 1),
+    ("distributed", 0, "transfer", 2),
+    ("distributed", 0, "arrive", 1),
+    ("distributed", 0, "end", 1),
+    ("distributed", 0, "verify", 1),
+    ("distributed", 0, "commit", 1),
+    ("distributed", 1, "begin", 1),
+    ("distributed", 1, "begin", 2),
+    ("distributed", 1, "gather", 1),
+    ("distributed", 1, "hash", 1),
+    ("distributed", 1, "arrive", 1),
+    ("tensor", 0, "transfer", 2),
+    ("tensor", 0, "end", 1),
+    ("tensor", 1, "gather", 2),
+    ("tensor", 1, "arrive", 1),
 ]
 """Ranks, the phases in which they die, and in which call. In its second call of ``begin``, a rank joins the group."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "phase", "call"), DEATHS)
+@pytest.mark.parametrize(("strategy", "rank", "phase", "call"), DEATHS)
 def test_a_rank_that_dies_in_any_phase_leaves_the_engines_free(
-    server: RunningServer, trained: Path, rank: int, phase: str, call: int
+    server: RunningServer, trained: Path, strategy: str, rank: int, phase: str, call: int
 ) -> None:
     updates = updater(server.weights(), Source(server.folder))
     assert updates.update(42).verified
     updates.close()
     worker = "tests.integration.test_shards:send"
     where = (server.process.url, str(trained), str(server.folder), 43)
+    failure = (rank, f"update/{phase},kill,{call}")
     with pytest.raises(RankFailedError):
-        run_ranks(worker, 2, *where, failure=(rank, f"update/{phase},kill,{call}"), tensor=2)
+        run_ranks(worker, 2, *where, failure=failure, strategy=strategy, tensor=2)
     # In the phase begin, a rank may die before the version before is withdrawn.
     served = {"42", "unverified-43"} if phase == "begin" else {"unverified-43"}
     assert server.version() in served
