@@ -30,7 +30,7 @@ from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linea
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import family_of, layer_counts
 from megatron_dppo.model.layout import Layout, layers_of_stage
-from megatron_dppo.model.mapping import shard_of
+from megatron_dppo.model.mapping import parameter_count, shard_of
 from megatron_dppo.model.rows import Rule
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.model.splits import ceil_to
@@ -331,6 +331,13 @@ class TrainerFacts(TrainerSpec):
     def optimizer_bytes(self) -> float:
         """Bytes of the optimizer state of one trained element on the device."""
         return self.adam.device
+
+    @property
+    def trained_elements(self) -> int:
+        """Trained elements of the whole model, without padding."""
+        if self.trained is None:
+            return parameter_count(self.shape)
+        return self.trained.elements(self.shape)
 
     def checkpoint_bytes(self, trained: int) -> int:
         """Return the bytes of a checkpoint of ``trained`` elements: weights and optimizer state."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_dppo.cluster.planner.devices import GB, Device
-from megatron_dppo.cluster.planner.facts import RunFacts, TrainerFacts
+from megatron_dppo.cluster.planner.facts import RunFacts
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.mapping import engine_parameters, hf_tensors, parameter_count
 from megatron_dppo.model.quantization import holds_quantized, stored_bytes
@@ -104,20 +104,14 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
 
 def checkpoint_bytes(facts: RunFacts) -> int:
     """Return the bytes of a checkpoint: weights and optimizer state of the trained elements."""
-    return facts.trainer.checkpoint_bytes(_trained_elements(facts.trainer))
-
-
-def _trained_elements(trainer: TrainerFacts) -> int:
-    if trainer.trained is None:
-        return parameter_count(trainer.shape)
-    return trainer.trained.elements(trainer.shape)
+    return facts.trainer.checkpoint_bytes(facts.trainer.trained_elements)
 
 
 def sent_bytes(facts: RunFacts) -> int:
     """Return the bytes of a weight update: adapters, or all weights in the trainer's dtype or in block FP8."""
     item_bytes = facts.trainer.item_bytes
     if facts.spec.model.sends_adapters:
-        return _trained_elements(facts.trainer) * item_bytes
+        return facts.trainer.trained_elements * item_bytes
     if not facts.engine.is_quantized:
         return parameter_count(facts.trainer.shape) * item_bytes
     total = 0
