@@ -14,14 +14,14 @@ from pathlib import Path
 
 from megatron_dppo.config.errors import given
 from megatron_dppo.config.machine import Machine
-from megatron_dppo.config.schema import EngineConfig, TrainConfig
+from megatron_dppo.config.schema import EngineConfig, RolloutConfig, TrainConfig
 from megatron_dppo.spec import Roles
 from megatron_dppo.system.files import folder_fault
 from megatron_dppo.system.interfaces import InterfaceError, interface_address
 from megatron_dppo.system.network import resolve
 from megatron_dppo.system.programs import ProgramError, output_of
 
-LEAST_OPEN_FILES = 128
+_LEAST_OPEN_FILES = 128
 """Files and sockets that a process of a small run has open at the same time, plus a reserve."""
 
 _PYTHON_TIMEOUT_S = 60.0
@@ -40,6 +40,13 @@ def passed_variable_faults(config: TrainConfig) -> Iterator[str]:
                 yield f"{key}: got {given(name)}, which is not set, expected a variable of this environment"
 
 
+def least_open_files(rollout: RolloutConfig) -> int:
+    """Return the files and sockets that a process needs: a rank that generates has one for each request in flight."""
+    if rollout.replays:
+        return _LEAST_OPEN_FILES
+    return _LEAST_OPEN_FILES + rollout.max_concurrent_requests
+
+
 def machine_faults(config: TrainConfig, roles: Roles, machine: Machine) -> Iterator[str]:
     """Yield a line for each reason why a run with all its ranks and servers can't work on ``machine``.
 
@@ -56,10 +63,10 @@ def machine_faults(config: TrainConfig, roles: Roles, machine: Machine) -> Itera
     for key, folder in folders.items():
         if fault := folder_fault(Path(folder)):
             yield f"{key}: {fault}, expected a folder of your own"
-    if machine.open_files < LEAST_OPEN_FILES:
+    least = least_open_files(config.rollout)
+    if machine.open_files < least:
         yield (
-            f"open files: this process may have {machine.open_files}, expected at least "
-            f"{LEAST_OPEN_FILES} (ulimit -n)"
+            f"open files: this process may have {machine.open_files}, expected at least {least} (ulimit -n)"
         )
     if machine.gpus:
         if roles.ranks > machine.gpus:

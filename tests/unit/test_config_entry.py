@@ -263,7 +263,7 @@ def test_few_open_files_are_refused_with_their_number(config):
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 2
-    assert mentions(result.stderr, "open files", 100, 128)
+    assert mentions(result.stderr, "open files", 100, 384)
     assert len(result.stderr.splitlines()) == 2
 
 

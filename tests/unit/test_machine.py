@@ -38,9 +38,12 @@ def test_a_small_run_fits_here(tmp_path):
 
 
 def test_few_open_files_are_told_with_their_number(tmp_path):
-    assert faults_on(config(tmp_path), machine(open_files=128)) == []
-    (problem,) = faults_on(config(tmp_path), machine(open_files=127))
-    assert mentions(problem, "open files", 127, 128, "ulimit -n")
+    """A rank needs 128, and one for each of the 256 requests that it may have in flight."""
+    assert faults_on(config(tmp_path), machine(open_files=384)) == []
+    (problem,) = faults_on(config(tmp_path), machine(open_files=383))
+    assert mentions(problem, "open files", 383, 384, "ulimit -n")
+    replays = config(tmp_path, rollout={"replay_from": str(tmp_path)})
+    assert faults_on(replays, machine(open_files=128)) == []
 
 
 def test_gpus_of_ranks(tmp_path):

@@ -25,8 +25,8 @@ from megatron_dppo.cluster.preflight.evidence import (
     read_evidence,
     write_evidence,
 )
-from megatron_dppo.config import load_config
-from megatron_dppo.config.machine import this_machine
+from megatron_dppo.config import TrainConfig, load_config
+from megatron_dppo.config.machine import engine_device
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import fatal
 from megatron_dppo.system.arguments import (
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config, options.overrides)
         gpus = options.gpus
         if gpus is None:
-            gpus = _default_gpus(config.engine.device, config.parallel.world_size)
+            gpus = _default_gpus(config)
         needs = needs_of(config, gpus=gpus, ports=options.port)
         folder = options.evidence or _folder(needs.run_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,11 +88,10 @@ def _judge_node_of_step(
     return BAD_NODE if findings else 0
 
 
-def _default_gpus(device: str | None, ranks: int) -> int:
-    # A run that finds no GPU trains and serves on CPUs.
-    if device == "cpu" or (device is None and not this_machine().gpus):
+def _default_gpus(config: TrainConfig) -> int:
+    if engine_device(config.engine) == "cpu":
         return 0
-    return int(os.environ.get("SLURM_GPUS_ON_NODE", ranks))
+    return int(os.environ.get("SLURM_GPUS_ON_NODE", config.parallel.world_size))
 
 
 def _folder(run: Path) -> Path:

@@ -26,7 +26,7 @@ from megatron_dppo.cluster.planner.facts import facts_of
 from megatron_dppo.cluster.planner.traffic import checkpoint_bytes, sent_bytes
 from megatron_dppo.config import ConfigError
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.launch.machine_checks import LEAST_OPEN_FILES
+from megatron_dppo.launch.machine_checks import least_open_files
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.mapping import parameter_count
 from megatron_dppo.spec import Roles, read_shape
@@ -95,7 +95,7 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
         temporary_bytes=_SPARE_BYTES,
         shm_bytes=shm_bytes,
         memory_bytes=_SPARE_BYTES + weight_bytes,
-        open_files=LEAST_OPEN_FILES + config.rollout.max_concurrent_requests,
+        open_files=least_open_files(config.rollout),
         ports=tuple(ports),
         pythons=pythons,
         requirements={role: _pins(extra) for role, extra in extras.items()},
