@@ -14,6 +14,7 @@ DRIVER = Path("/proc/driver/nvidia")
 LEAST_DRIVER = {12: 525, 13: 580}
 """Major version of CUDA -> major version of the oldest driver that runs it (NVIDIA's page "CUDA Compatibility", minor
 version compatibility)."""
+_MODEL = re.compile(r"^Model:\s*(.+)$", re.MULTILINE)
 _HIDE = "an empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose"
 
 
@@ -92,8 +93,19 @@ def has_megatrons_deep_ep() -> bool:
 
 def has_hopper() -> bool:
     """Whether the driver lists a GPU of the Hopper generation."""
-    files = (DRIVER / "gpus").glob("*/information")
-    return any(_HOPPER.search(file.read_text()) for file in files)
+    return any(map(_HOPPER.search, gpu_models()))
+
+
+def gpu_models(folder: Path | None = None) -> list[str]:
+    """Return the driver's name of each GPU, for example ``NVIDIA H200``; an empty text for a GPU without a name.
+
+    ``folder`` replaces DRIVER.
+    """
+    models: list[str] = []
+    for file in sorted(((folder or DRIVER) / "gpus").glob("*/information")):
+        model = _MODEL.search(file.read_text(encoding="utf-8"))
+        models.append(model[1].strip() if model else "")
+    return models
 
 
 TERA = 10**12

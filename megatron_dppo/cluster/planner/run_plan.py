@@ -28,6 +28,7 @@ from megatron_dppo.model.engine_layout import check_engine_layout
 from megatron_dppo.model.errors import LayoutError, ModelError
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.spec import ServersSpec, read_shape
+from megatron_dppo.system.gpus import gpu_models
 
 
 @dataclass(frozen=True)
@@ -370,8 +371,10 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     return StartCheck([fault], summary)
 
 
-def device_here(folder: Path = Path("/proc/driver/nvidia/gpus")) -> Device | None:
-    """Return the kind of this machine's first GPU, by the name that its driver reports; None for an unknown kind."""
-    for entry in sorted(folder.glob("*/information")):
-        return device_named(entry.read_text(encoding="utf-8"))
-    return None
+def device_here(folder: Path | None = None) -> Device | None:
+    """Return the kind of this machine's first GPU, by the name that its driver reports; None for an unknown kind.
+
+    ``folder`` replaces the driver's folder in /proc.
+    """
+    models = gpu_models(folder)
+    return device_named(models[0]) if models else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -73,12 +72,8 @@ def gpus_of_driver(folder: Path) -> list[dict[str, Any]]:
     if not (folder / "version").exists():
         return []
     driver = machine_gpus.driver_version(folder)
-    gpus: list[dict[str, Any]] = []
-    for gpu_folder in sorted((folder / "gpus").iterdir()):
-        information = (gpu_folder / "information").read_text()
-        model = re.search(r"^Model:\s*(.+)$", information, re.MULTILINE)
-        gpus.append({"name": model.group(1).strip() if model else None, "driver": driver})
-    return gpus
+    models = machine_gpus.gpu_models(folder)
+    return [{"name": model or None, "driver": driver} for model in models]
 
 
 def judge_gpus(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:

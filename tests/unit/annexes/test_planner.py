@@ -846,8 +846,8 @@ def test_memory_where_there_is_no_gpu(tmp_path):
     ],
 )
 def test_a_machine_with_gpus_is_judged_by_their_name(tmp_path, name, known):
-    (tmp_path / "0000:01:00.0").mkdir()
-    information = tmp_path / "0000:01:00.0" / "information"
+    information = tmp_path / "gpus" / "0000:01:00.0" / "information"
+    information.parent.mkdir(parents=True)
     information.write_text(f"Model: \t\t {name}\nIRQ: 1\n")
     assert device_here(tmp_path) is (None if known is None else DEVICES[known])
 
