@@ -532,7 +532,7 @@ class WeightSyncConfig(Section):
     def message_bytes(self, ranks: int) -> int:
         """Return the largest size of a message to a rank of a server of ``ranks`` ranks.
 
-        With ``tensor``, a batch has a message for each rank of the server.
+        With ``tensor``, a batch has room for a message to each rank of the server.
         """
         return self.bucket_bytes // ranks if self.strategy == "tensor" else self.bucket_bytes
 

@@ -53,7 +53,9 @@ BEGUN = f"{_UPDATER}.begin_weight_update"
 ENDED = f"{_UPDATER}.end_weight_update"
 FOLDER = f"{_UPDATER}.update_weights_from_disk"
 RECEIVED = f"{_UPDATER}._receive_bucketed_weights_from_distributed"
+OPENED = "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank"
 SHARED = f"{_UPDATER}._update_weights_from_flattened_bucket"
+ANSWERED = f"{_MANAGER}.update_weights_from_tensor"
 ATOMIC_VARIABLE = "MEGATRON_DPPO_ATOMIC_UPDATES"
 """Environment variable of a server that keeps whole messages until the end of an update."""
 SHARDS = "megatron_dppo.shards"
@@ -452,7 +454,9 @@ def register() -> None:
     hooks.register(ENDED, end_update, "around")
     hooks.register(FOLDER, read_folder_directly, "before")
     hooks.register(RECEIVED, receive_shards, "around")
-    hooks.register(SHARED, load_shared_message, "around")
+    hooks.register(OPENED, open_shared_messages, "around")
+    hooks.register(SHARED, load_shared_messages, "around")
+    hooks.register(ANSWERED, answer_for_all_ranks, "around")
 
 
 def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
@@ -521,29 +525,65 @@ def receive_shards(
     return IncomingShards(names[1], updater._model_update_group[group_name], group_name)
 
 
-def load_shared_message(
+def open_shared_messages(
+    original: Callable[..., Any], worker: Any, payloads: Sequence[bytes]
+) -> Any:
+    """Open this rank's payload.
+
+    If the memory cannot be opened because its sender has ended, return the reason: an exception would end the server.
+    """
+    from megatron_dppo.engine.shared_buckets import MESSAGES
+
+    try:
+        return original(worker, payloads)
+    except (OSError, RuntimeError) as error:
+        return {MESSAGES: f"weight update: the sender's memory cannot be opened: {error}"}
+
+
+def load_shared_messages(
     original: Callable[..., tuple[bool, str]],
     updater: Any,
     flattened_tensor_bucket_dict: Mapping[str, Any],
 ) -> tuple[bool, str]:
-    """Load this rank's message from shared memory, if the request has one for this rank.
+    """Load this rank's messages from shared memory. SGLang loads a request of another form.
 
-    If the message cannot be placed, return an error: an exception would end the server. SGLang loads a request of
-    another form.
+    If a message cannot be placed, return an error: an exception would end the server.
     """
     from megatron_dppo.engine.shards import SharedMessage
+    from megatron_dppo.engine.shared_buckets import MESSAGES
 
-    text = flattened_tensor_bucket_dict["metadata"]
-    if not isinstance(text, str):
+    messages = flattened_tensor_bucket_dict.get(MESSAGES)
+    if messages is None:
         return original(updater, flattened_tensor_bucket_dict)
-    data = flattened_tensor_bucket_dict["flattened_tensor"]
-    if data is not None:
-        try:
-            load_weights = updater.get_model().load_weights
+    if isinstance(messages, str):
+        return False, messages
+    load_weights = updater.get_model().load_weights
+    try:
+        for text, data in messages:
             load_weights(SharedMessage(text, data))
-        except EngineError as error:
-            return False, str(error)
+    except EngineError as error:
+        return False, str(error)
     return True, "Success"
+
+
+def answer_for_all_ranks(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Answer a request to load from shared memory with the first failure of all ranks.
+
+    SGLang answers with the result of the first rank alone.
+    """
+    import torch.distributed as dist
+
+    answer = original(manager, request)
+    group = manager.tp_cpu_group
+    faults: list[str | None] = [None] * dist.get_world_size(group)
+    own_fault = None if answer.success else answer.message
+    dist.all_gather_object(faults, own_fault, group=group)
+    for fault in faults:
+        if fault is not None:
+            answer.success = False
+            answer.message = fault
+            break
+    return answer
 
 
 def places_directly(model: Any) -> bool:

@@ -7,7 +7,7 @@ With ``distributed`` a server gets one request for a whole update (``IncomingSha
 messages in the order of their steps, and sends those of longer columns on. While a message is copied, the next message
 is on its way. A message of changes (``engine/changes.py``) follows a message of 8 bytes with the number of changes.
 
-With ``tensor`` a request has at most one message for each engine rank, in shared memory (``SharedMessage``).
+With ``tensor`` a request has messages for each engine rank, in shared memory (``SharedMessage``).
 
 The part for NCCL is not yet run on a GPU.
 """
@@ -115,7 +115,7 @@ class SharedInstruction:
         fingerprint: the fingerprint of the trainer's plan.
         rank: the engine rank in the plan.
         sender: the trainer rank that sends the message.
-        step: the message's step, in which ``sender`` sends no other message.
+        step: the message's step. Sender and step identify a message.
         changed: the number of changes; WHOLE if the memory has the whole message.
     """
 
@@ -352,7 +352,8 @@ class Incoming:
             keeps_whole: whether whole messages are kept in host memory.
 
         Returns functions that apply the changes, and the whole messages that were kept, in the order of the messages.
-        Raises OtherPlanError, CalledOffError if a trainer rank calls the update off, and ConnectionBrokenError.
+        Raises OtherPlanError, PositionError, and in a group CalledOffError, if a trainer rank calls the update off, and
+        ConnectionBrokenError.
         """
         raise NotImplementedError
 
@@ -458,7 +459,7 @@ class _Received(NamedTuple):
     changed: int
 
     def load(self, *, keeps_whole: bool) -> list[Callable[[], None]]:
-        """Copy the message to its places. Or return a function that does so later, with bytes of its own."""
+        """Copy the message to its places. Or return a function that does so later, and owns a copy of the bytes."""
         message = self.placement.message
         if self.changed != WHOLE:
             positions, values = self.data.split(changes_bytes(self.changed, message.item_bytes))

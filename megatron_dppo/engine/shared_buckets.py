@@ -45,6 +45,10 @@ def shared_empty(size: int, device: torch.device | str) -> Tensor:
         return torch.empty(size, dtype=torch.uint8).share_memory_()
 
 
+MESSAGES = "messages"
+"""Key of a payload's messages: pairs of a text and the bytes. Or its value is the reason why they cannot be opened."""
+
+
 class SharedBytes(NamedTuple):
     """Bytes in shared memory for one engine rank, and the text that says what they are."""
 
@@ -52,20 +56,15 @@ class SharedBytes(NamedTuple):
     data: Tensor
 
 
-def shared_payloads(by_rank: Sequence[SharedBytes | None]) -> list[str]:
-    """Return a serialised handle for each engine rank, in base64. A rank without bytes gets no tensor.
-
-    The keys are those of SGLang's ``flattened_bucket``.
-    """
-    payloads = []
-    # Each rank needs its own handle: a handle counts as one reference to the memory until its rank has opened and
+def shared_payloads(by_rank: Sequence[Sequence[SharedBytes]]) -> list[str]:
+    """Return a payload with the handles of each engine rank's bytes, in base64."""
+    # Each rank needs handles of its own: a handle counts as one reference to the memory until its rank has opened and
     # dropped it.
     with _file_system_sharing():
-        for shared in by_rank:
-            text, data = ("", None) if shared is None else shared
-            content = _Pickler.dumps({"flattened_tensor": data, "metadata": text})
-            payloads.append(base64.b64encode(content).decode())
-    return payloads
+        return [
+            base64.b64encode(_Pickler.dumps({MESSAGES: [tuple(m) for m in messages]})).decode()
+            for messages in by_rank
+        ]
 
 
 def open_payload(payload: str, index_of: Mapping[str, int]) -> dict[str, Any]:
@@ -115,8 +114,8 @@ def _uuid(device: int) -> str:
 def _file_system_sharing() -> Iterator[None]:
     # torch's other strategy sends file descriptors. Only a process that ``multiprocessing`` started can receive file
     # descriptors. A server is no such process, and would end.
-    # The strategy is global to the process. The lock is needed because one thread allocates a bucket while another
-    # thread sends the previous bucket.
+    # The strategy is global to the process. The lock is needed because one thread allocates memory while another thread
+    # sends the previous batch.
     with _SHARING:
         previous_strategy = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy("file_system")

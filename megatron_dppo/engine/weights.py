@@ -471,8 +471,8 @@ class EngineWeights:
         }
         await self._call_on_weights("/update_weights_from_distributed", body)
 
-    async def receive_shared(self, by_rank: Sequence[SharedBytes | None]) -> None:
-        """Make each engine rank open its bytes in shared memory, and return when they are loaded."""
+    async def receive_shared(self, by_rank: Sequence[Sequence[SharedBytes]]) -> None:
+        """Make each engine rank open its messages in shared memory, and return when they are loaded."""
         body = {
             "serialized_named_tensors": shared_payloads(by_rank),
             "load_format": "flattened_bucket",

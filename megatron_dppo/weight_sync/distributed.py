@@ -162,7 +162,7 @@ class DistributedStrategy(ShardStrategy):
             self._wait_for_message()
             self._sending = self._link.start([(data, target)], [])
 
-    def arrive(self) -> None:
+    def wait_for_all(self) -> None:
         self._wait_for_message()
         if self._requests is not None:
             self._requests.result()

@@ -103,7 +103,12 @@ class Shards:
     """
 
     def __init__(
-        self, shape: ModelShape, facts: PlanFacts, device: str, rank: int, batch_bytes: int = 0
+        self,
+        shape: ModelShape,
+        facts: PlanFacts,
+        device: str,
+        rank: int,
+        batch_bytes: int | None = None,
     ) -> None:
         self.plan = facts.plan(shape)
         self.facts = facts
@@ -171,7 +176,7 @@ class Shards:
         start = 0
         for message in batch:
             data = self._buffers[0][start : start + message.bytes]
-            start += message.bytes
+            start += _aligned(message.bytes)
             packed.append(data)
             targets += self._targets_of(message, data)
             sources += [self._value_of(part, values) for part in message.slices]
@@ -186,7 +191,7 @@ class Shards:
         return self._targets[key]
 
     def forget_buffers(self) -> None:
-        """Pack into new buffers from here on."""
+        """Drop the buffers. The next call of ``pack`` allocates new ones."""
         self._buffers.clear()
         self._targets.clear()
 
@@ -264,25 +269,35 @@ class Shards:
         return digests
 
 
-def batches_of(messages: Iterable[Message], batch_bytes: int) -> list[list[Message]]:
-    """Divide messages into batches, in their order.
+def batches_of(messages: Iterable[Message], batch_bytes: int | None) -> list[list[Message]]:
+    """Divide messages into batches of at most ``batch_bytes``, in their order. A larger message is a batch.
 
-    A batch of several messages has at most ``batch_bytes``, and at most one message for each engine rank.
+    ``batch_bytes`` None: each message is a batch.
     """
     batches: list[list[Message]] = []
-    receivers: set[int] = set()
     for message in messages:
-        is_full = not batches or _bytes_of(batches[-1]) + message.bytes > batch_bytes
-        if is_full or not receivers.isdisjoint(message.column):
-            batches.append([])
-            receivers.clear()
-        batches[-1].append(message)
-        receivers.update(message.column)
+        fits = False
+        if batches and batch_bytes is not None:
+            fits = _bytes_of([*batches[-1], message]) <= batch_bytes
+        if fits:
+            batches[-1].append(message)
+        else:
+            batches.append([message])
     return batches
 
 
+_ALIGNMENT = 16
+"""Bytes at whose multiples a message begins in the memory of its batch."""
+
+
+def _aligned(size: int) -> int:
+    """Return the next multiple of _ALIGNMENT."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 def _bytes_of(batch: Iterable[Message]) -> int:
-    return sum(message.bytes for message in batch)
+    """Return the bytes of a batch's memory."""
+    return sum(_aligned(message.bytes) for message in batch)
 
 
 Places = dict[tuple[EngineLayout, int, Segment], list[EnginePart]]
@@ -504,14 +519,14 @@ class ShardStrategy(Strategy):
                 self.sent_weights = SentWeights()
 
     @property
-    def batch_bytes(self) -> int:
-        """The largest size of a batch of several messages; 0: every batch is one message."""
-        return 0
+    def batch_bytes(self) -> int | None:
+        """The largest size of a batch; None: each message is a batch."""
+        return None
 
     def send(self, batch: Sequence[Sent]) -> None:
-        """Start to send a batch after this rank's batch before has arrived.
+        """Wait until this rank's previous batch has arrived, then start to send this one.
 
-        The caller may change the bytes after two further calls.
+        The caller may change the bytes after the next call.
         """
         raise NotImplementedError
 
@@ -604,9 +619,17 @@ class ShardStrategy(Strategy):
         changed = self.allocate(sum(piece.numel() for piece in pieces), data.device)
         return Sent(message, torch.cat(pieces, out=changed), changes.count)
 
+    def arrive(self) -> None:
+        self.wait_for_all()
+        # Until the next update, the memory belongs to training. A handle of CUDA IPC also stays with its memory.
+        self.shards.forget_buffers()
+
+    def wait_for_all(self) -> None:
+        """Wait until the engines have received this rank's messages; on rank 0, all messages."""
+        raise NotImplementedError
+
     def end(self) -> None:
-        assert self.engines is not None
-        self.engines.each(lambda engine: engine.end())
+        self.attached.each(lambda engine: engine.end())
 
     def close(self) -> None:
         super().close()

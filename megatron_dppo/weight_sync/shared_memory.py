@@ -1,11 +1,12 @@
 """Strategy ``tensor``: a trainer rank packs messages in memory that engines on the same host open.
 
-Every rank calls the engines that its batches are for. One request brings a batch to a server: each engine rank opens
-its own message of the batch. An engine handles one request at a time, and engines do not wait for each other.
+Every rank calls the servers that its batches are for. One request brings a batch to a server: each engine rank opens
+its own messages of the batch. A server handles one request at a time, and servers do not wait for each other.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -45,14 +46,8 @@ class TensorStrategy(ShardStrategy):
         super().attach(engines)
 
     @property
-    def batch_bytes(self) -> int:
+    def batch_bytes(self) -> int | None:
         return self.bucket_bytes
-
-    @property
-    def attached(self) -> Engines:
-        """The engines."""
-        assert self.engines is not None
-        return self.engines
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
         if self.rank == 0:
@@ -61,7 +56,7 @@ class TensorStrategy(ShardStrategy):
     def send(self, batch: Sequence[Sent]) -> None:
         """Make the engines load a batch once they have loaded this rank's batch before."""
         first_ranks = self.attached.first_ranks(0)
-        messages: dict[int, SharedBytes] = {}
+        messages: defaultdict[int, list[SharedBytes]] = defaultdict(list)
         for message, data, changed in batch:
             for rank in message.column:
                 instruction = SharedInstruction(
@@ -73,28 +68,29 @@ class TensorStrategy(ShardStrategy):
                     changed,
                 )
                 text = SHARED_INSTRUCTION.dump_json(instruction).decode()
-                messages[rank] = SharedBytes(text, data)
+                messages[rank].append(SharedBytes(text, data))
 
         async def load(engine: EngineWeights) -> None:
             first_rank = first_ranks[engine.url]
-            own_messages = [messages.get(first_rank + rank) for rank in range(engine.ranks)]
+            own_messages = [messages[first_rank + rank] for rank in range(engine.ranks)]
             if any(own_messages):
                 await engine.receive_shared(own_messages)
 
-        self.arrive()
+        self.wait_for_all()
         self._requests = self.attached.start(load)
 
-    def arrive(self) -> None:
+    def wait_for_all(self) -> None:
         requests = self._requests
         self._requests = {}
         if requests:
             self.attached.arrive(requests, self.config.timeout_s, "loading shared tensors")
 
     def abort(self) -> None:
-        """Use new buffers from here on: an engine may still be reading the old buffers."""
-        # A request that is still on its way would load its batch into the session that a caller opens next. The
-        # requests of other ranks are not waited for.
-        wait(self._requests.values(), GRACE_S)
+        """Wait for this rank's requests, a few seconds at most."""
+        # A request that is still on its way would load its batch into the session that a caller opens next.
+        _, pending = wait(self._requests.values(), GRACE_S)
         self._requests = {}
-        if self.planned is not None:
+        if pending and self.planned is not None:
+            # An engine may still be reading the buffers. Otherwise keep them: if an engine has not opened a handle,
+            # their memory would never be freed.
             self.planned.forget_buffers()

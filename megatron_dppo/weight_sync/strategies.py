@@ -52,12 +52,6 @@ class FolderStrategy(Strategy):
             )
         super().attach(engines)
 
-    @property
-    def attached(self) -> Engines:
-        """The engines, on rank 0."""
-        assert self.engines is not None
-        return self.engines
-
     def stream(
         self, source: WeightSource, phases: Phases, *, verify: bool, sends_changes: bool
     ) -> Streamed:

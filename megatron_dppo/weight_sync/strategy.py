@@ -93,6 +93,12 @@ class Strategy:
         raise NotImplementedError
 
     @property
+    def attached(self) -> Engines:
+        """The engines, on a rank with ``calls_engines``."""
+        assert self.engines is not None
+        return self.engines
+
+    @property
     def whole_bytes(self) -> int:
         """The bytes of all weights in the form that engines receive. Only rank 0's value is used."""
         raise NotImplementedError
@@ -113,7 +119,7 @@ class Strategy:
         raise NotImplementedError
 
     def abort(self) -> None:
-        """Cancel the transfers in progress without waiting for them."""
+        """Cancel the transfers in progress. Waits a few seconds at most."""
 
     def close(self) -> None:
         """Release the resources in the engines, and leave them. ``attach`` may follow."""

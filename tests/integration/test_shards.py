@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine import shared_buckets, weights
+from megatron_dppo.engine.errors import EngineRequestError
+from megatron_dppo.engine.shared_buckets import SharedBytes, shared_empty
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.shard_plan import Message, Slice
 from megatron_dppo.system import failpoints
@@ -326,6 +329,31 @@ def test_a_dead_sender_leaves_the_engines_free_for_new_ranks(
         run_ranks(worker, 2, *where, dies=True, strategy=strategy, tensor=2)
     patience = own_patience(TIMEOUT_S / 2)
     assert_takes_update(server, trained, 41, patience)
+
+
+@pytest.mark.parametrize("fault", ["memory", "message"])
+def test_what_one_rank_cannot_open_or_place_fails_the_request_of_all(
+    server: RunningServer, trained: Path, fault: str
+) -> None:
+    """A sender's memory goes with the sender. SGLang answers with the result of the first rank alone."""
+    engine = server.weights()
+    data = shared_empty(16, "cpu")
+    payloads_of = shared_buckets.shared_payloads
+
+    def without_memory(by_rank: Sequence[Sequence[SharedBytes]]) -> list[str]:
+        payloads = payloads_of(by_rank)
+        _, name, _ = data.untyped_storage()._share_filename_cpu_()
+        Path("/dev/shm", name.decode().lstrip("/")).unlink()
+        return payloads
+
+    RUNNER.run(engine.begin())
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "memory":
+            patch.setattr(weights, "shared_payloads", without_memory)
+        expected = {"memory": "memory cannot be opened", "message": "one version of megatron_dppo"}
+        with pytest.raises(EngineRequestError, match=expected[fault]):
+            RUNNER.run(engine.receive_shared([[], [SharedBytes("{}", data)]]))
+    assert_takes_update(server, trained, 46, own_patience(TIMEOUT_S / 2))
 
 
 DEATHS = [

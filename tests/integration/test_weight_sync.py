@@ -153,7 +153,7 @@ class LateWeights(EngineWeights):
             await asyncio.sleep(self.delay_s)
         await super().receive(header, group)
 
-    async def receive_shared(self, by_rank: Sequence[SharedBytes | None]) -> None:
+    async def receive_shared(self, by_rank: Sequence[Sequence[SharedBytes]]) -> None:
         if self.delay_s is not None:
             await asyncio.sleep(self.delay_s)
         await super().receive_shared(by_rank)

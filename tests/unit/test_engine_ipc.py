@@ -7,6 +7,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from megatron_dppo.engine.shared_buckets import (
+    MESSAGES,
     SharedBytes,
     named_by_uuid,
     shared_empty,
@@ -14,19 +15,23 @@ from megatron_dppo.engine.shared_buckets import (
 )
 
 
-def test_sglang_opens_the_bytes_of_each_rank():
+def test_sglang_opens_the_messages_of_each_rank():
     from sglang.srt.utils import MultiprocessingSerializer
 
     data = shared_empty(32, "cpu")
     data.copy_(torch.arange(32))
-    payloads = shared_payloads([SharedBytes("first", data[:24]), None, SharedBytes("last", data)])
-    opened = [MultiprocessingSerializer.deserialize(payload) for payload in payloads]
-    assert [content["metadata"] for content in opened] == ["first", "", "last"]
-    assert opened[1]["flattened_tensor"] is None
-    for content, size in ((opened[0], 24), (opened[2], 32)):
-        assert content["flattened_tensor"].tolist() == list(range(size))
+    first, last = SharedBytes("first", data[:24]), SharedBytes("last", data[24:])
+    payloads = shared_payloads([[first, last], [], [last]])
+    opened = [MultiprocessingSerializer.deserialize(payload)[MESSAGES] for payload in payloads]
+    assert [[text for text, _ in messages] for messages in opened] == [
+        ["first", "last"],
+        [],
+        ["last"],
+    ]
+    assert opened[0][0][1].tolist() == list(range(24))
+    assert opened[0][1][1].tolist() == opened[2][0][1].tolist() == list(range(24, 32))
     data[3] = 99
-    assert opened[0]["flattened_tensor"][3] == 99
+    assert opened[0][0][1][3] == 99
 
 
 def test_a_cuda_device_is_named_by_its_uuid():
@@ -67,7 +72,7 @@ sys.meta_path.insert(0, Missing())
 import torch
 import megatron_dppo.loop.run, megatron_dppo.supervised, megatron_dppo.weight_sync.transaction
 from megatron_dppo.engine.shared_buckets import SharedBytes, shared_empty, shared_payloads
-shared_payloads([SharedBytes("w", shared_empty(8, "cpu"))])
+shared_payloads([[SharedBytes("w", shared_empty(8, "cpu"))]])
 """
 
 

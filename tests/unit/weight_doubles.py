@@ -141,14 +141,17 @@ class Engine(ConstantScores):
         self._kept.clear()
         self.step("begin")
 
-    async def receive_shared(self, by_rank: Sequence[SharedBytes | None]) -> None:
+    async def receive_shared(self, by_rank: Sequence[Sequence[SharedBytes]]) -> None:
         self.step("load")
-        (shared,) = by_rank
-        assert shared is not None
-        self.sent.append(shared.data.numel())
-        self._kept += SharedMessage(*shared).receive(
-            SHAPE, lambda name: torch.float32, self._places.placements, keeps_whole=self.keeps_whole
-        )
+        (messages,) = by_rank
+        for text, data in messages:
+            self.sent.append(data.numel())
+            self._kept += SharedMessage(text, data).receive(
+                SHAPE,
+                lambda name: torch.float32,
+                self._places.placements,
+                keeps_whole=self.keeps_whole,
+            )
 
     async def end(self) -> None:
         self.step("end")

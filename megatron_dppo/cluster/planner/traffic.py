@@ -57,10 +57,10 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
     a message travels, the ranks copy the messages before and after it: seconds of a step = the larger of a message's
     bytes / (a network port's rate x efficiency) and the latency. Seconds = steps x a step's + a fixed part.
 
-    With ``weight_sync.strategy: tensor``, a request brings a message to each rank of a server: seconds = received bytes
-    / (a network port's rate x efficiency) + messages x a request's latency + the fixed part. The formula is an upper
-    bound: the bytes of servers on the trainer's host need no network. With ``disk``, whole tensors are gathered and
-    read: the same formula with all bytes, and a lower efficiency.
+    With ``weight_sync.strategy: tensor``, the batches of all trainer ranks reach a server one after another: seconds =
+    received bytes / (a network port's rate x efficiency) + batches x a request's latency + the fixed part. The copies
+    on the host are counted as if they took a port. With ``disk``, whole tensors are gathered and read: the same formula
+    with all bytes, and a lower efficiency.
 
     Adapter update: one rank gathers the adapters and writes them, and the servers read them: seconds = 2 x bytes / the
     storage's rate + the fixed part.

@@ -1,4 +1,4 @@
-"""Check that another process can open a bucket of weights by its handle: CUDA IPC on a GPU, /dev/shm on a CPU.
+"""Check that another process can open a message of weights by its handle: CUDA IPC on a GPU, /dev/shm on a CPU.
 
 ``python -m megatron_dppo.diagnostics.gpu_check.parts.handles`` is the other process. It reads the handle from stdin.
 """
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from megatron_dppo.diagnostics.gpu_check import Bench, CheckRow, part
 
-BUCKET_BYTES = 64 << 20
+MESSAGE_BYTES = 64 << 20
 
 
-@part("a bucket of weights opened by its handle in another process", 120.0)
+@part("a message of weights opened by its handle in another process", 120.0)
 def handles(bench: Bench) -> Iterator[CheckRow]:
     """Yield whether the other process computes the hash of the bytes that this process wrote."""
     import torch
@@ -24,9 +24,9 @@ def handles(bench: Bench) -> Iterator[CheckRow]:
     from megatron_dppo.tensor_hash import tiled_hash
 
     device = "cuda" if bench.gpus else "cpu"
-    data = shared_empty(BUCKET_BYTES, device)
+    data = shared_empty(MESSAGE_BYTES, device)
     data.random_(0, 256)
-    (payload,) = shared_payloads([SharedBytes("a bucket", data)])
+    (payload,) = shared_payloads([[SharedBytes("a message", data)]])
     if bench.gpus:
         torch.cuda.synchronize()
     reader = subprocess.run(
@@ -39,20 +39,20 @@ def handles(bench: Bench) -> Iterator[CheckRow]:
     found = json.loads(reader.stdout.splitlines()[-1])
     is_equal = found["hash"] == tiled_hash(data)
     text = f"{'the same' if is_equal else 'another'} hash on {found['device']}"
-    yield CheckRow(f"{BUCKET_BYTES >> 20} MiB on {device}", text, "the same hash", is_equal)
+    yield CheckRow(f"{MESSAGE_BYTES >> 20} MiB on {device}", text, "the same hash", is_equal)
 
 
 def main() -> None:
     """Read a bucket's handle from standard input, and print the bucket's hash and device."""
     import torch
 
-    from megatron_dppo.engine.shared_buckets import open_payload
+    from megatron_dppo.engine.shared_buckets import MESSAGES, open_payload
     from megatron_dppo.tensor_hash import tiled_hash
 
     index_by_uuid = {}
     for index in range(torch.cuda.device_count()):
         index_by_uuid[str(torch.cuda.get_device_properties(index).uuid)] = index
-    data = open_payload(sys.stdin.read(), index_by_uuid)["flattened_tensor"]
+    ((_, data),) = open_payload(sys.stdin.read(), index_by_uuid)[MESSAGES]
     print(json.dumps({"hash": tiled_hash(data), "device": str(data.device)}))
 
 
