@@ -272,8 +272,16 @@ class EnvironmentConfig(Section):
 
         ``prompt`` and ``response`` are the lengths of the longest prompt and of the longest turn, in tokens.
         """
-        if self.name is None:
-            return prompt + response
-        if self.max_tokens is not None:
+        if self.name is not None and self.max_tokens is not None:
             return self.max_tokens
-        return prompt + self.max_turns * (response + self.max_observation_tokens)
+        return prompt + self.longest_continuation(response)
+
+    def longest_continuation(self, response: int) -> int:
+        """Return the largest number of tokens that follow a prompt in its branch. ``response``: as in ``longest``."""
+        if self.name is None:
+            return response
+        tokens = self.max_turns * (response + self.max_observation_tokens)
+        if self.max_tokens is None:
+            return tokens
+        # The shortest prompt, of one token, leaves the most.
+        return min(tokens, self.max_tokens - 1)

@@ -76,6 +76,17 @@ def longest_prompt(config: TrainConfig, teacher: TeacherConfig) -> int:
     return teacher.max_prompt_tokens or config.data.max_prompt_tokens
 
 
+def longest_sequence(config: TrainConfig, teacher: TeacherConfig) -> int:
+    """Return the length of the longest sequence that a teacher scores, in tokens.
+
+    ``environment.max_tokens`` limits an episode with the policy's prompt, which ``prompt_template`` replaces.
+    """
+    if teacher.prompt_template is None:
+        return config.longest_sequence
+    continuation = config.environment.longest_continuation(config.rollout.max_response_tokens)
+    return longest_prompt(config, teacher) + continuation
+
+
 def distillation_faults(config: TrainConfig) -> layout.Faults:
     """Report faults of the section that do not depend on a model."""
     section = config.distillation
@@ -166,8 +177,7 @@ def teacher_model_faults(
                 f"{key}.hf_checkpoint: got a model of {shape.vocab_size} tokens, expected at least the policy's "
                 f"{model.vocab_size}"
             )
-        prompt = longest_prompt(config, teacher)
-        longest = config.environment.longest(prompt, config.rollout.max_response_tokens)
+        longest = longest_sequence(config, teacher)
         limits: dict[str, Any] = {"model": shape.max_position_embeddings}
         for option in ("context_length", "max_total_tokens"):
             limits[f"server's sglang.{option}"] = teacher.sglang.get(option)

@@ -56,7 +56,7 @@ class RunSpec:
     @classmethod
     def _of(cls, config: TrainConfig, model: ModelSpec) -> RunSpec:
         spec = cls.of_model(config, model)
-        teachers = [TeacherSpec.of(config, n, spec.rollout) for n in config.distillation.teachers]
+        teachers = [TeacherSpec.of(config, n) for n in config.distillation.teachers]
         return replace(spec, teachers=tuple(teachers))
 
     @classmethod

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from megatron_dppo.config.distillation import serving_config
+from megatron_dppo.config.distillation import longest_sequence, serving_config
 from megatron_dppo.config.machine import Device
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.families import load_model_shape, missing_engine_keys
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.spec.model import ModelSpec
-from megatron_dppo.spec.rollout import RolloutSpec
 from megatron_dppo.spec.servers import ServersSpec
 
 ShapeOf = Callable[[str | Path], ModelShape]
@@ -39,20 +38,20 @@ class TeacherSpec:
         cls,
         config: TrainConfig,
         name: str,
-        rollout: RolloutSpec,
         device: Device | None = None,
         shape_of: ShapeOf = load_model_shape,
     ) -> Self:
         """Return a teacher of a checked configuration. Raises the errors of ``shape_of``, and LayoutError.
 
-        ``rollout``: the batches that the teacher scores. ``device``: as in ``ServersSpec.of``.
+        ``device``: as in ``ServersSpec.of``.
         """
-        folder = config.distillation.teachers[name].hf_checkpoint
+        teacher = config.distillation.teachers[name]
+        folder = teacher.hf_checkpoint
         shape = shape_of(folder)
         serving = serving_config(config, name, shape)
         engine_keys = missing_engine_keys(folder) if Path(folder).exists() else {}
         model = ModelSpec.of(serving, shape, engine_keys)
-        longest = serving.data.max_prompt_tokens + rollout.longest_response
+        longest = longest_sequence(config, teacher)
         return cls(name, model, ServersSpec.of(serving, model, longest, device))
 
     def serving_config(self, config: TrainConfig) -> TrainConfig:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config import load_config
+from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS
 from megatron_dppo.launch.library_checks import server_faults
+from megatron_dppo.spec import RunSpec
 from tests.unit.config_files import DENSE, MOE, faults_of, minimal, write_checkpoint, write_config
 
 URL = "http://10.0.0.7:30000"
@@ -78,6 +80,34 @@ def test_one_fault_under_its_key(
     named = [f for f in faults if not f.startswith(("environment.", "algorithm."))]
     assert named
     assert named[0].startswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys", "longest"),
+    [
+        # The policy's prompt is part of max_tokens.
+        (["environment.max_tokens=200"], {}, 200),
+        # After a prompt of one token, 199 of max_tokens are left; three turns could fill 3 x (64 + 10).
+        (["environment.max_tokens=200"], {"prompt_template": "x", "max_prompt_tokens": "400"}, 599),
+        (["environment.max_tokens=300"], {"prompt_template": "x", "max_prompt_tokens": "400"}, 622),
+        ([], {"prompt_template": "x"}, 322),
+    ],
+)
+def test_the_servers_of_a_teacher_have_room_for_the_sequences_that_the_check_names(
+    tmp_path: Path, teacher: Path, overrides: list[str], keys: dict[str, str], longest: int
+) -> None:
+    episodes = [
+        "environment.name=calculator", "data.max_prompt_tokens=100", "environment.max_turns=3",
+        "environment.max_observation_tokens=10", "algorithm.name=pg-is", "engine.device=cpu",
+    ]  # fmt: skip
+    fits = longest + PROMPT_SPARE_POSITIONS
+    words = [teachers(teacher, **keys, sglang=f"{{context_length: {fits}}}"), *episodes, *overrides]
+    config = load_config(str(write_config(tmp_path, minimal(tmp_path))), words)
+    (spec,) = RunSpec.of(config).teachers
+    assert spec.servers.sequence_tokens == longest
+    words[0] = teachers(teacher, **keys, sglang=f"{{context_length: {fits - 1}}}")
+    (fault,) = faults_of(tmp_path, *words)
+    assert fault.startswith(f"distillation.teachers.t0: got sequences of {longest} tokens")
 
 
 def test_a_teacher_without_the_policys_tokens_is_refused(tmp_path: Path) -> None:

@@ -476,7 +476,7 @@ def facts_of(
     """
     spec = RunSpec.of_model(config, ModelSpec.of(config, shape, {}), "cuda")
     teachers = [
-        TeacherSpec.of(config, name, spec.rollout, "cuda", shape_of=_shape_of_teacher)
+        TeacherSpec.of(config, name, "cuda", shape_of=_shape_of_teacher)
         for name in config.distillation.teachers
     ]
     spec = replace(spec, teachers=tuple(teachers))
