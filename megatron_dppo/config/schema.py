@@ -6,6 +6,7 @@ Relative paths are relative to the directory that the program is started in. Thi
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AllowInfNan, Field, model_validator
@@ -14,6 +15,7 @@ from megatron_dppo.algorithms import table
 from megatron_dppo.config.data_schema import DataConfig, EnvironmentConfig, RewardConfig, Section
 from megatron_dppo.model.layout import LayoutSizes
 from megatron_dppo.model.shape import TrainerPart
+from megatron_dppo.system.scratch import SHARED_MEMORY
 
 SLOWEST_TOKENS_PER_S = 10.0
 """Rate that the default timeout of a response assumes. A server under full load is several times as fast."""
@@ -528,6 +530,13 @@ class WeightSyncConfig(Section):
         if mib is None:
             mib = 128 if self.strategy == "distributed" else 512
         return int(mib * 2**20)
+
+    @property
+    def update_folder(self) -> Path | None:
+        """Folder in which each update is written, in this host's memory by default; None if no folder is written."""
+        if self.strategy != "disk":
+            return None
+        return Path(self.directory or SHARED_MEMORY)
 
     def message_bytes(self, ranks: int) -> int:
         """Return the largest size of a message to a rank of a server of ``ranks`` ranks.

@@ -52,16 +52,16 @@ def machine_faults(config: TrainConfig, roles: Roles, machine: Machine) -> Itera
 
     ``roles``: the processes of the run.
     """
-    sync = config.weight_sync
+    update_folder = config.weight_sync.update_folder
     yield from _interface_faults(config.parallel.interface)
-    folders = {"run.directory": config.run.directory}
+    folders = {"run.directory": Path(config.run.directory)}
     if not config.rollout.replays:
         yield from _server_faults(config.engine, roles)
-        if sync.strategy == "disk":
-            folders["weight_sync.directory"] = sync.directory or "/dev/shm"
+        if update_folder is not None:
+            folders["weight_sync.directory"] = update_folder
     yield from passed_variable_faults(config)
     for key, folder in folders.items():
-        if fault := folder_fault(Path(folder)):
+        if fault := folder_fault(folder):
             yield f"{key}: {fault}, expected a folder of your own"
     least = least_open_files(config.rollout)
     if machine.open_files < least:

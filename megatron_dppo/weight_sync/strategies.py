@@ -98,8 +98,9 @@ class FolderStrategy(Strategy):
         return [] if self.engines is None else self.engines.foreign_hosts
 
     def new_folder(self, name: str) -> Path:
-        """Return a path for a new folder ``name``, in the configured folder, or in shared memory by default."""
-        base = Path(self.config.directory or MEMORY)
+        """Return a path for a new folder ``name`` in ``WeightSyncConfig.update_folder``."""
+        base = self.config.update_folder
+        assert base is not None
         base.mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{private_name()}{name}-", dir=base))
         return self._folder / name
@@ -109,10 +110,6 @@ class FolderStrategy(Strategy):
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-
-
-MEMORY = "/dev/shm"
-"""Folder in the memory of this host, for engines on the same host."""
 
 
 class DiskStrategy(FolderStrategy):

@@ -32,6 +32,7 @@ from megatron_dppo.model.mapping import parameter_count
 from megatron_dppo.spec import Roles, read_shape
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.scratch import SHARED_MEMORY
 
 _GIB = 2**30
 _SHM_BYTES = _GIB // 4
@@ -77,16 +78,15 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
 
     The disk must hold the checkpoints to keep, and one checkpoint that is being written.
     """
-    sync = config.weight_sync
+    update_folder = config.weight_sync.update_folder
     weight_bytes, update_bytes, checkpoint_size = _model_bytes(config)
     pythons = {"trainer": sys.executable}
     extras = {"trainer": "gpu" if gpus else "cpu"}
     if Roles.of(config).servers:
         pythons["engine"] = config.engine.python or sys.executable
         extras["engine"] = "gpu-engine"
-    # Without ``weight_sync.directory``, the strategy ``disk`` writes each update to /dev/shm.
     shm_bytes = _SHM_BYTES
-    if sync.strategy == "disk" and sync.directory is None:
+    if update_folder is not None and update_folder.is_relative_to(SHARED_MEMORY):
         shm_bytes += update_bytes
     return Needs(
         gpus=gpus,

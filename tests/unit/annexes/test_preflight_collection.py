@@ -71,10 +71,13 @@ def test_a_model_that_cant_be_read_is_no_nodes_fault(tmp_path):
 
 
 def test_weights_that_go_through_dev_shm_must_fit_there(tmp_path):
-    through = config_of(tmp_path, weight_sync={"strategy": "disk"})
-    assert needs_of(through, gpus=0).shm_bytes == GIB // 4 + 4 * PARAMETERS
+    for directory in (None, "/dev/shm", "/dev/shm/weights"):
+        through = config_of(tmp_path, weight_sync={"strategy": "disk", "directory": directory})
+        assert needs_of(through, gpus=0).shm_bytes == GIB // 4 + 4 * PARAMETERS
     elsewhere = config_of(tmp_path, weight_sync={"strategy": "disk", "directory": "/scratch"})
     assert needs_of(elsewhere, gpus=0).shm_bytes == GIB // 4
+    no_folder = config_of(tmp_path, weight_sync={"directory": "/dev/shm"})
+    assert needs_of(no_folder, gpus=0).shm_bytes == GIB // 4
 
 
 def test_the_engine_has_its_own_python_or_none(tmp_path):
