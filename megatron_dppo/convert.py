@@ -18,7 +18,7 @@ from megatron_dppo.metrics.records import CONFIG_FILE
 from megatron_dppo.metrics.summary import saved_config
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.families import unknown_key_warnings
+from megatron_dppo.model.families import load_stored_shape, unknown_key_warnings
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import parameter_count
 from megatron_dppo.model.shape import ITEM_BYTES
@@ -252,7 +252,6 @@ def _upload(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.checkpoint_conversion.quantized import folder_shape
     from megatron_dppo.model.resharding import print_plan
 
     sizes = (arguments.tp, arguments.pp, arguments.vpp, arguments.ep, arguments.etp)
@@ -260,7 +259,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.dp is not None:
         layout = replace(layout, data=arguments.dp)
     engine = EngineLayout(arguments.engine_tp, arguments.engine_ep, arguments.engine_attn_dp)
-    shape = folder_shape(arguments.hf_config)
+    shape = load_stored_shape(arguments.hf_config)
     print_plan(Console(), shape, layout, engine, ITEM_BYTES[arguments.dtype or shape.dtype])
     return 0
 
@@ -268,13 +267,12 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _stored_bytes(folder: Path, config: Path | None = None) -> int:
     """Return the number of bytes of a checkpoint's weights. The reader names a file of the index that is missing."""
     from megatron_dppo.checkpoint_conversion.hf_folder import weight_files
-    from megatron_dppo.checkpoint_conversion.quantized import folder_shape
 
     files = weight_files(folder)
     if files:
         return sum(path.stat().st_size for path in files if path.exists())
     # A torch_dist folder: compute the number from the model's config.json.
-    shape = folder_shape(config or folder)
+    shape = load_stored_shape(config or folder)
     return ITEM_BYTES[shape.dtype] * parameter_count(shape)
 
 

@@ -15,7 +15,6 @@ import torch
 from megatron_dppo.checkpoint_conversion import hf_folder, tensor_store, torch_dist
 from megatron_dppo.checkpoint_conversion.certificate import Certificate, TensorHashes, other_dtypes
 from megatron_dppo.checkpoint_conversion.peft_deltas import PEFT_PREFIX, Factors, PeftDeltas
-from megatron_dppo.checkpoint_conversion.quantized import folder_shape
 from megatron_dppo.checkpoint_conversion.streaming import Progress
 from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from megatron_dppo.model.adapters import (
@@ -31,6 +30,7 @@ from megatron_dppo.model.adapters import (
     resolve_modules,
 )
 from megatron_dppo.model.errors import CheckpointError, MismatchError
+from megatron_dppo.model.families import load_stored_shape
 from megatron_dppo.model.json_file import read_json
 from megatron_dppo.model.mapping import carried_names, hf_tensors
 from megatron_dppo.model.shape import ModelShape
@@ -470,7 +470,7 @@ def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str 
     that the checkpoint recorded. Raises CheckpointError if the checkpoint has no adapters, or has trained routers:
     PEFT's format has no place for routers.
     """
-    shape = folder_shape(hf_dir)
+    shape = load_stored_shape(hf_dir)
     model = _recorded_model(Path(checkpoint))
     digest = torch_dist.combined_digest([torch_dist.tensor_digests(hf_dir)])
     if digest != model["base_sha256"]:

@@ -34,7 +34,7 @@ from megatron_dppo.checkpoint_conversion.tensor_store import (
 from megatron_dppo.checkpoint_conversion.torch_dist import open_source
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.families import load_stored_shape
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.quantization import (
     SCALE_SUFFIX,
@@ -200,21 +200,13 @@ def open_weights(hf_dir: str | Path) -> SafetensorsReader | DequantizedReader | 
         raise
 
 
-def folder_shape(hf_dir: str | Path) -> ModelShape:
-    """Return the shape of the model in a Hugging Face folder, or of a config.json. Weights may have 8 or 4 bits.
-
-    Raises ModelConfigError, UnsupportedModelError.
-    """
-    return load_model_shape(hf_dir, quantized=True)
-
-
 @contextmanager
 def open_model(hf_dir: str | Path) -> Iterator[tuple[ModelShape, TensorStore]]:
     """Open a Hugging Face folder, with or without weights of 8 or 4 bits; yield the model's shape and its tensors.
 
     Raises ModelError unless the tensors are those of config.json.
     """
-    shape = folder_shape(hf_dir)
+    shape = load_stored_shape(hf_dir)
     with open_weights(hf_dir) as reader:
         check_tensors(reader.specs, shape, str(hf_dir))
         check_tied_copy(reader, shape, str(hf_dir))

@@ -22,9 +22,10 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     source_certificate,
 )
 from megatron_dppo.checkpoint_conversion.dist_writing import write_torch_dist
-from megatron_dppo.checkpoint_conversion.quantized import folder_shape, open_model
+from megatron_dppo.checkpoint_conversion.quantized import open_model
 from megatron_dppo.checkpoint_conversion.torch_dist import CARRIED, TorchDistCheckpoint
 from megatron_dppo.model.errors import MismatchError
+from megatron_dppo.model.families import load_stored_shape
 from megatron_dppo.model.hub_download import check_downloaded_files
 from megatron_dppo.model.mapping import carried_names, file_dtypes, hf_tensors, parameter_count
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
@@ -138,7 +139,7 @@ def megatron_to_hf(
     and ModelError if ``hf_config`` describes another model; then no files are left.
     """
     side_files = Path(hf_config or megatron_dir)
-    shape = folder_shape(side_files)
+    shape = load_stored_shape(side_files)
     side_folder = side_files if side_files.is_dir() else side_files.parent
     with TorchDistCheckpoint(megatron_dir, shape, side_folder) as source:
         source_dtype, target = _dtypes(source, shape, dtype)

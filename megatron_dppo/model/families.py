@@ -237,18 +237,25 @@ def layer_counts(shape: ModelShape, layers: Iterable[int]) -> list[tuple[Rule, i
     return list(counts.items())
 
 
-def load_model_shape(hf_dir: str | Path, *, quantized: bool = False) -> ModelShape:
-    """Read ``hf_dir/config.json`` (or a config file itself).
-
-    ``quantized``: whether the caller can read weights of 8 and 4 bits. If not, a quantised model is refused.
+def load_model_shape(hf_dir: str | Path) -> ModelShape:
+    """Read ``hf_dir/config.json`` (or a config file itself) of a model to train or to serve.
 
     Raises:
         ModelConfigError: The file is missing or is not JSON.
-        UnsupportedModelError: The family is not supported, or no table describes some entries. The error has all
-            faults.
+        UnsupportedModelError: The family is not supported, no table describes some entries, or weights have 8 or 4
+            bits. The error has all faults.
     """
+    return _valid_shape(hf_dir, reads_quantized=False)
+
+
+def load_stored_shape(hf_dir: str | Path) -> ModelShape:
+    """Read as ``load_model_shape``, for a conversion: weights may have 8 or 4 bits."""
+    return _valid_shape(hf_dir, reads_quantized=True)
+
+
+def _valid_shape(hf_dir: str | Path, *, reads_quantized: bool) -> ModelShape:
     facts, shape = _read(hf_dir)
-    _refuse_quantization(facts, reads_quantized=quantized)
+    _refuse_quantization(facts, reads_quantized=reads_quantized)
     if not facts.faults:
         # Compare values with each other only if each value is valid: a placeholder would cause a second, wrong fault.
         _check_relations(shape, facts)

@@ -55,6 +55,16 @@ def test_the_package_alone_imports_nothing_heavy_and_a_check_no_extra(tmp_path):
     assert imported_by(statement, ["torch", *EXTRAS])[0] == ["torch"]
 
 
+def test_the_plan_of_a_conversion_reads_a_config_without_torch():
+    config = ROOT / "examples" / "model_configs" / "qwen3-1.7b-base"
+    words = ["convert", "plan", "--hf-config", str(config)]
+    statement = f"from megatron_dppo.__main__ import main; assert main({words!r}) == 0"
+    imported, output = imported_by(statement, ["torch"])
+    assert imported == []
+    # 1,720,574,976 parameters in bfloat16.
+    assert "One update moves 3.441 GB into the engine." in output
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"megatron-dppo {__version__}\n"

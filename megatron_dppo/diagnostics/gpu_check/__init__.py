@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.metrics.verdict import VerdictRow
+from megatron_dppo.model.families import load_stored_shape
 from megatron_dppo.model.mapping import hf_tensors
 
 if TYPE_CHECKING:
@@ -145,14 +146,13 @@ def random_model(
     import torch
 
     from megatron_dppo.checkpoint_conversion.hf_folder import write_hf_checkpoint
-    from megatron_dppo.checkpoint_conversion.quantized import folder_shape
 
     source = folder / "config"
     source.mkdir(parents=True)
     if tokenizer is not None:
         tokenizer.save_pretrained(source)
     (source / "config.json").write_text(json.dumps(dict(config)))
-    shape = folder_shape(source)
+    shape = load_stored_shape(source)
     dtype = getattr(torch, shape.dtype)
     seeded = torch.Generator(device).manual_seed(0)
 
