@@ -118,7 +118,7 @@ class Shards:
         self._largest = max(map(_bytes_of, self.batches), default=0)
         self._buffers: list[Tensor] = []
         self._targets: dict[tuple[int, int], list[Tensor]] = {}
-        """The views of memory that a message's slices fill, by the message's id and the memory's address."""
+        """The views of a buffer that a message's slices fill, by the ids of the message and of the buffer."""
         self._tables: dict[EngineLayout, EngineTensors] = {}
         self._servers: list[tuple[EngineLayout, int]] = []
         """For each engine rank of the plan, its server's layout and its rank in the server."""
@@ -170,25 +170,35 @@ class Shards:
         if len(self._buffers) < 2:
             device = next(iter(values.values())).device
             self._buffers.insert(0, allocate(self._largest, device))
+        buffer = self._buffers[0]
+        if not buffer.untyped_storage().nbytes():
+            buffer.untyped_storage().resize_(self._largest)
         packed: list[Tensor] = []
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         start = 0
         for message in batch:
-            data = self._buffers[0][start : start + message.bytes]
+            data = buffer[start : start + message.bytes]
             start += _aligned(message.bytes)
             packed.append(data)
-            targets += self._targets_of(message, data)
+            key = (id(message), id(buffer))
+            if key not in self._targets:
+                self._targets[key] = [v for _, v in slices_in(message, data, self.dtype_of)]
+            targets += self._targets[key]
             sources += [self._value_of(part, values) for part in message.slices]
         torch._foreach_copy_(targets, sources)
         return packed
 
-    def _targets_of(self, message: Message, data: Tensor) -> list[Tensor]:
-        """Return the view of ``data`` for each slice of a message. The views are made once."""
-        key = (id(message), data.data_ptr())
-        if key not in self._targets:
-            self._targets[key] = [view for _, view in slices_in(message, data, self.dtype_of)]
-        return self._targets[key]
+    def release_memory(self) -> None:
+        """Free the buffers' memory until the next call of ``pack``, which allocates it again under the same views.
+
+        Memory that is shared as a file stays.
+        """
+        for buffer in self._buffers:
+            storage = buffer.untyped_storage()
+            is_file = not storage.is_cuda and storage.is_shared()
+            if not is_file:
+                storage.resize_(0)
 
     def forget_buffers(self) -> None:
         """Drop the buffers. The next call of ``pack`` allocates new ones."""
@@ -621,8 +631,8 @@ class ShardStrategy(Strategy):
 
     def arrive(self) -> None:
         self.wait_for_all()
-        # Until the next update, the memory belongs to training. A handle of CUDA IPC also stays with its memory.
-        self.shards.forget_buffers()
+        # Until the next update, the memory belongs to training. Handles of CUDA IPC also stay as long as the memory.
+        self.shards.release_memory()
 
     def wait_for_all(self) -> None:
         """Wait until the engines have received this rank's messages; on rank 0, all messages."""
