@@ -532,7 +532,7 @@ def open_shared_messages(
 
     If the memory cannot be opened because its sender has ended, return the reason: an exception would end the server.
     """
-    from megatron_dppo.engine.shared_buckets import MESSAGES
+    from megatron_dppo.engine.shared_bytes import MESSAGES
 
     try:
         return original(worker, payloads)
@@ -550,7 +550,7 @@ def load_shared_messages(
     If a message cannot be placed, return an error: an exception would end the server.
     """
     from megatron_dppo.engine.shards import SharedMessage
-    from megatron_dppo.engine.shared_buckets import MESSAGES
+    from megatron_dppo.engine.shared_bytes import MESSAGES
 
     messages = flattened_tensor_bucket_dict.get(MESSAGES)
     if messages is None:

@@ -62,14 +62,14 @@ class PlanFacts:
     Attributes:
         layout: the trainer's layout.
         servers: the layout of each server.
-        bucket_bytes: the largest size of a message.
+        message_bytes: the largest size of a message.
         dtype: the dtype of the weights, a key of ITEM_BYTES.
         quantized: whether linear layers and experts of the servers are block FP8.
     """
 
     layout: Layout
     servers: tuple[EngineLayout, ...]
-    bucket_bytes: int
+    message_bytes: int
     dtype: str
     quantized: bool
 
@@ -78,7 +78,7 @@ class PlanFacts:
             shape,
             self.layout,
             self.servers,
-            self.bucket_bytes,
+            self.message_bytes,
             ITEM_BYTES[self.dtype],
             quantized=self.quantized,
         )

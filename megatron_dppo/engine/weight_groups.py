@@ -157,7 +157,7 @@ def join(
 
 
 def wait_for_bytes(result: tuple[bool, str], updater: Any, *_: Any) -> tuple[bool, str]:
-    """Hook after SGLang has queued a bucket for loading: wait until the bucket's bytes are in the tensors."""
+    """Hook after SGLang has queued received tensors for loading: wait until the bytes are in the tensors."""
     if not str(updater.device).startswith("cuda"):
         return result
     import torch
@@ -165,7 +165,7 @@ def wait_for_bytes(result: tuple[bool, str], updater: Any, *_: Any) -> tuple[boo
     try:
         torch.cuda.current_stream().synchronize()
     except RuntimeError as error:
-        return False, f"the bytes of a bucket did not arrive: {error}"
+        return False, f"the bytes of a tensor did not arrive: {error}"
     return result
 
 

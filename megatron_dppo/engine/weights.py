@@ -1,5 +1,4 @@
-"""Control the weights of an SGLang server: its control endpoints, its bucket format, its LoRA adapters, and the release
-of its memory."""
+"""Control the weights of an SGLang server: its control endpoints, its LoRA adapters, and the release of its memory."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
 from megatron_dppo.engine.running_server import check_layout, check_placement
 from megatron_dppo.engine.server_state import MemoryTag, SchedulerState, state_of
-from megatron_dppo.engine.shared_buckets import SharedBytes, WireHeader, shared_payloads
+from megatron_dppo.engine.shared_bytes import SharedBytes, shared_payloads
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.mapping import engine_inputs
@@ -138,6 +137,16 @@ class DecodedScores:
 
     decode: list[list[float]]
     prefill: list[list[float]]
+
+
+@dataclass(frozen=True)
+class WireHeader:
+    """The names, dtypes and shapes of the tensors in flat bytes, for SGLang's ``flattened_bucket``."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    bytes: int
 
 
 class EngineWeights:
@@ -594,7 +603,7 @@ class EngineWeights:
         return encoded
 
     def probe_header(self) -> WireHeader:
-        """Return the header of a bucket that changes no weight, with which a group is tried."""
+        """Return the header of a tensor that changes no weight, with which a group is tried."""
         return WireHeader((PROBE,), (_name_of(self._dtype),), ((1,),), self._dtype.itemsize)
 
     def expected(self) -> ExpectedChecksums:

@@ -538,7 +538,7 @@ UPDATE_BOUND = _metric(
 UPDATE_BYTES = _metric("weights/bytes", "bytes that trainer ranks sent to engines")
 UPDATE_BYTES_MOVED = _metric(
     "weights/bytes_moved",
-    "bytes that trainer ranks exchanged and sent for the update, and that engine ranks sent on",
+    "bytes that trainer ranks exchanged for the update, and that engine ranks received",
     line=Line("update bytes", "moved", scale=1e-9),
 )
 UPDATE_BYTES_BOUND = _metric(
@@ -563,7 +563,7 @@ UPDATE_BYTES_INTO_NODE_BOUND = _metric(
 )
 UPDATE_BUSIEST_SENDER = _metric(
     "weights/bytes_busiest_sender_over_mean",
-    "bytes that the busiest trainer rank sends, over the mean; recorded with weight_sync.strategy distributed",
+    "bytes that the busiest trainer rank sends, over the mean; not recorded with weight_sync.strategy disk",
 )
 UPDATE_BUSIEST_RECEIVER = _metric(
     "weights/bytes_busiest_receiver_over_mean", "the same of received bytes and engine ranks"

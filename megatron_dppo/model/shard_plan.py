@@ -198,18 +198,18 @@ def shard_plan(
     shape: ModelShape,
     layout: Layout,
     servers: Sequence[EngineLayout],
-    bucket_bytes: int,
+    message_bytes: int,
     item_bytes: int,
     *,
     quantized: bool = False,
 ) -> ShardPlan:
-    """Plan an update of ``servers`` in messages of at most ``bucket_bytes``. One index of a slice may be larger.
+    """Plan an update of ``servers`` in messages of at most ``message_bytes``. One index of a slice may be larger.
 
     Args:
         shape: The model.
         layout: The trainer's layout.
         servers: The layout of each server.
-        bucket_bytes: Largest size of a message.
+        message_bytes: Largest size of a message.
         item_bytes: Bytes of an element of the model's type.
         quantized: Whether linear layers and experts of the servers are block FP8.
     """
@@ -224,19 +224,19 @@ def shard_plan(
             kept[rank] += elements * tensor_item_bytes
         for block, column in blocks:
             for piece in tensor.pieces:
-                for part in _intersection(piece, block, bucket_bytes, tensor_item_bytes):
+                for part in _intersection(piece, block, message_bytes, tensor_item_bytes):
                     by_column = slices.setdefault(piece.holders, {})
                     position = (order[block], part.block_part.hf_start)
                     by_column.setdefault(column, []).append(_Sized(position, part.bytes, part))
     by_pair: dict[tuple[int, Column], list[_Sized]] = {}
     for holders, by_column in slices.items():
-        for sender, column, sized in _shared(holders, by_column, bucket_bytes):
+        for sender, column, sized in _shared(holders, by_column, message_bytes):
             by_pair.setdefault((sender, column), []).append(sized)
     # The first messages of all pairs come before the second messages of all pairs.
     messages: list[tuple[int, Message]] = []
     for (sender, column), pair_slices in by_pair.items():
         pair_slices.sort(key=attrgetter("position"))
-        for number, group in enumerate(_groups(pair_slices, bucket_bytes)):
+        for number, group in enumerate(_groups(pair_slices, message_bytes)):
             messages.append((number, _message(sender, column, group)))
     messages.sort(key=lambda entry: (entry[0], entry[1].sender, entry[1].column))
     ranks = sum(server.tensor for server in servers)
@@ -379,9 +379,9 @@ def scale_piece(name: str, piece: Piece) -> Piece | None:
 
 
 def _intersection(
-    piece: Piece, block: Segment, bucket_bytes: int, item_bytes: int
+    piece: Piece, block: Segment, message_bytes: int, item_bytes: int
 ) -> Iterator[Slice]:
-    """Yield the slices of ``piece`` that fill a part of ``block``, each of at most ``bucket_bytes`` if possible."""
+    """Yield the slices of ``piece`` that fill a part of ``block``, each of at most ``message_bytes`` if possible."""
     segment = piece.segment
     start = 0
     length = segment.length
@@ -391,7 +391,7 @@ def _intersection(
         return
     whole = Slice(piece, block, start, length, item_bytes)
     index_bytes = whole.bytes // length
-    step = max(bucket_bytes // index_bytes // _CUT, 1) * _CUT
+    step = max(message_bytes // index_bytes // _CUT, 1) * _CUT
     if step >= length:
         yield whole
         return
@@ -400,13 +400,13 @@ def _intersection(
 
 
 def _shared(
-    holders: range, by_column: Mapping[Column, Iterable[_Sized]], bucket_bytes: int
+    holders: range, by_column: Mapping[Column, Iterable[_Sized]], message_bytes: int
 ) -> Iterator[tuple[int, Column, _Sized]]:
     """Yield each slice with its sender, one of ``holders``, and its column."""
     row = [(column, sized) for column in sorted(by_column) for sized in by_column[column]]
     total = sum(sized.bytes for _, sized in row)
     # Do not cut less than the bytes of a message into several messages.
-    count = min(len(holders), -(-total // bucket_bytes))
+    count = min(len(holders), -(-total // message_bytes))
     end = 0
     for column, sized in row:
         middle = end + sized.bytes // 2
@@ -414,12 +414,12 @@ def _shared(
         yield holders[middle * count // total], column, sized
 
 
-def _groups(slices: Iterable[_Sized], bucket_bytes: int) -> Iterator[list[_Sized]]:
-    """Yield consecutive slices of at most ``bucket_bytes``."""
+def _groups(slices: Iterable[_Sized], message_bytes: int) -> Iterator[list[_Sized]]:
+    """Yield consecutive slices of at most ``message_bytes``."""
     group: list[_Sized] = []
     group_bytes = 0
     for sized in slices:
-        if group and group_bytes + sized.bytes > bucket_bytes:
+        if group and group_bytes + sized.bytes > message_bytes:
             yield group
             group = []
             group_bytes = 0

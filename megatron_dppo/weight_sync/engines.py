@@ -88,8 +88,8 @@ class Engines:
         self._runner = runner
         self.all_place_directly = all(engine.places_directly for engine in members)
         for engine in members:
-            # All engines receive the same bytes. If one of them needs the form that SGLang's own loader reads, all
-            # receive that form.
+            # All engines read the same folder of ``disk``. If one of them needs the form that SGLang's own loader
+            # reads, all read that form.
             engine.places_directly = self.all_place_directly
 
     @classmethod
@@ -110,7 +110,7 @@ class Engines:
 
     @property
     def first(self) -> EngineWeights:
-        """The first engine. All engines receive weights in its format, because they serve the same model."""
+        """The first engine. All engines serve the same model, so what it needs to know of the model holds for all."""
         return self.members[0]
 
     @property
@@ -266,7 +266,7 @@ class Engines:
         async def resume(engine: EngineWeights) -> str:
             if engine.url in suspects and not await engine.is_scheduling(GRACE_S):
                 return "stays unverified: it does not answer"
-            # Drop the buckets or changes that the engine received and has not applied.
+            # Drop the messages or changes that the engine received and has not applied.
             await engine.abandon()
             if await engine.checksums() != list(digests[engine.layout]):
                 return f"stays unverified: its weights are no longer those of version {version}"

@@ -18,7 +18,7 @@ async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
     """Raise EngineMismatchError if the configured strategy cannot reach ``engine`` from this process.
 
     With ``distributed`` the server's ranks connect as in an update, with their own NCCL: they join a group
-    of this process, receive a bucket that changes no weight, and leave the group. ``tensor`` needs a
+    of this process, receive a tensor that changes no weight, and leave the group. ``tensor`` needs a
     server on this host. ``disk`` needs a server on this host, or a configured folder.
     """
     if config.strategy == "distributed":
@@ -31,7 +31,7 @@ async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
 
 
 async def _join_and_leave(engine: EngineWeights) -> None:
-    """Make ``engine`` join a group of this process, receive a bucket, and leave. Raises EngineMismatchError."""
+    """Make ``engine`` join a group of this process, receive a tensor, and leave. Raises EngineMismatchError."""
     address = local_address(engine.url)
     group = WeightGroup(
         ranks=engine.ranks, address=address, device=engine.device, timeout_s=REACH_S
@@ -53,7 +53,7 @@ async def _join_and_leave(engine: EngineWeights) -> None:
 
 
 async def _connect(engine: EngineWeights, group: WeightGroup) -> None:
-    """Broadcast a bucket to the engine; differing NCCL versions fail in this first operation."""
+    """Broadcast a tensor to the engine; differing NCCL versions fail in this first operation."""
     header = engine.probe_header()
     await engine.begin()
     try:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.shards import SHARED_INSTRUCTION, SharedInstruction
-from megatron_dppo.engine.shared_buckets import SharedBytes, shared_empty
+from megatron_dppo.engine.shared_bytes import SharedBytes, shared_empty
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.weight_sync.engines import GRACE_S, Engines, on_this_host
 from megatron_dppo.weight_sync.shards import Sent, ShardStrategy

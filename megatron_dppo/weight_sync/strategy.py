@@ -16,7 +16,7 @@ class Streamed(NamedTuple):
 
     Attributes:
         sent: bytes that it sent to engines.
-        moved: bytes that moved otherwise: received from other ranks, or sent on by engine ranks.
+        moved: bytes that moved otherwise: received from other ranks, or received by further ranks of a column.
         between_nodes: bytes that travelled to another node because of this rank.
         partials: its partial checksums, as JSON; None if it hashed nothing.
     """

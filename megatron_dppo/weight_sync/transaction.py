@@ -90,17 +90,18 @@ class UpdateReport:
     Attributes:
         version: the committed version.
         bytes: bytes of the weights as the engines load them.
-        bytes_moved: bytes that trainer ranks exchanged to make tensors whole, plus the bytes sent to engines, and those
-            that engine ranks send on to each other.
-        bytes_bound: the fewest bytes that any plan moves into the engines. With ``distributed`` every engine rank
-            receives the bytes that it keeps. Other strategies send all weights once.
+        bytes_moved: bytes that trainer ranks exchanged to make tensors whole, plus the bytes sent to engines, once for
+            each engine rank that receives them.
+        bytes_bound: the fewest bytes that any plan moves into the engines: those that each engine rank keeps. With
+            ``disk`` and adapters, all weights once.
         seconds: time that the caller waited, by phase: drain, begin, memory (comparison before the update), gather (the
-            trainer's collective), transfer (waiting for the engines), hash, arrive, end, verify, canary, commit.
+            trainer's collectives, and packing), transfer (waiting for the engines), hash, arrive, end, verify, canary,
+            commit.
         verified: whether every tensor was compared.
         tensors: number of compared tensors over all engine ranks.
-        bytes_between_nodes: the part of ``bytes_moved`` that travels from one node to another. With ``distributed``
-            each hop of a message to another host counts; otherwise the gathers between nodes, and each sender's bytes
-            once for each engine host other than its own.
+        bytes_between_nodes: the part of ``bytes_moved`` that travels from one node to another: each hop of a message to
+            another host. With ``disk`` and adapters, the gathers between nodes, and the bytes once for each engine host
+            other than rank 0's.
         bytes_between_nodes_bound: the bytes of all weights, once for each engine host that has no sender.
         bytes_into_node_bound: the part of ``bytes_between_nodes_bound`` that must enter one node: all weights, or
             nothing if every engine host has a sender.
@@ -250,7 +251,7 @@ class WeightUpdater:
         compare_before_every: before every n-th update, compare the engines' weights with the checksums of the served
             version, if it was verified; otherwise before the first update after a verified version. 0: never.
         quantization: "fp8" if the engines' weights are quantised, else None. It selects the canary's scores and bounds.
-        is_atomic: whether the engines keep whole buckets until the end of an update (``engine.atomic_updates``).
+        is_atomic: whether the engines keep whole messages until the end of an update (``engine.atomic_updates``).
         committed_version: the version that the engines run, known on every rank; None before the first update and
             while the engines are quarantined.
     """
@@ -636,7 +637,7 @@ class WeightUpdater:
     ) -> None:
         """After an interrupted update, make the engines serve ``version`` again if they still hold it.
 
-        An engine loads kept buckets at the end of an update. Before that, its weights have the checksums ``digests``,
+        An engine loads kept messages at the end of an update. Before that, its weights have the checksums ``digests``,
         which only rank 0 has.
         """
         if self._engines_keep_version and version is not None and digests is not None:
@@ -647,7 +648,8 @@ class WeightUpdater:
     def _engines_keep_version(self) -> bool:
         """Whether engines may still hold the previous version when an update is interrupted.
 
-        Engines apply received changes (``changes_only``) only at the update's end, and with ``is_atomic`` also buckets.
+        Engines apply received changes (``changes_only``) only at the update's end, and with ``is_atomic`` also whole
+        messages.
         """
         return self.config.changes_only or self.is_atomic
 

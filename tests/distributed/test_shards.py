@@ -177,7 +177,7 @@ def transfer(
 
 def transfers(
     cases: dict[str, Any],
-    bucket_bytes: int,
+    message_bytes: int,
     device: str,
     *,
     quantized: bool = False,
@@ -194,7 +194,7 @@ def transfers(
         facts = PlanFacts(
             Layout(**layout),
             tuple(EngineLayout(**server) for server in servers),
-            bucket_bytes,
+            message_bytes,
             "bfloat16",
             quantized=quantized,
         )
@@ -215,10 +215,10 @@ def assert_right(cases: Mapping[str, Any], *arguments: Any, **options: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("bucket_bytes", "device"), [(30_000, "cpu"), (1_000_000, "cuda")], ids=str
+    ("message_bytes", "device"), [(30_000, "cpu"), (1_000_000, "cuda")], ids=str
 )
-def test_every_engine_rank_has_what_whole_tensors_give_it(bucket_bytes: int, device: str) -> None:
-    assert_right(CASES, bucket_bytes, device)
+def test_every_engine_rank_has_what_whole_tensors_give_it(message_bytes: int, device: str) -> None:
+    assert_right(CASES, message_bytes, device)
 
 
 def test_blocks_of_fp8_are_those_of_whole_matrices() -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine import shared_buckets, weights
+from megatron_dppo.engine import shared_bytes, weights
 from megatron_dppo.engine.errors import EngineRequestError
-from megatron_dppo.engine.shared_buckets import SharedBytes, shared_empty
+from megatron_dppo.engine.shared_bytes import SharedBytes, shared_empty
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.shard_plan import Message, Slice
 from megatron_dppo.system import failpoints
@@ -338,7 +338,7 @@ def test_what_one_rank_cannot_open_or_place_fails_the_request_of_all(
     """A sender's memory goes with the sender. SGLang answers with the result of the first rank alone."""
     engine = server.weights()
     data = shared_empty(16, "cpu")
-    payloads_of = shared_buckets.shared_payloads
+    payloads_of = shared_bytes.shared_payloads
 
     def without_memory(by_rank: Sequence[Sequence[SharedBytes]]) -> list[str]:
         payloads = payloads_of(by_rank)

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.shared_buckets import SharedBytes, WireHeader
-from megatron_dppo.engine.weights import EngineWeights, MemoryOrderError
+from megatron_dppo.engine.shared_bytes import SharedBytes
+from megatron_dppo.engine.weights import EngineWeights, MemoryOrderError, WireHeader
 from megatron_dppo.fleet.membership import Member
 from megatron_dppo.fleet.record import Keys, Server
 from megatron_dppo.loop import server_access

@@ -18,8 +18,7 @@ from megatron_dppo.engine.errors import (
     EngineMismatchError,
     EngineRequestError,
 )
-from megatron_dppo.engine.shared_buckets import WireHeader
-from megatron_dppo.engine.weights import EngineWeights, MemoryOrderError
+from megatron_dppo.engine.weights import EngineWeights, MemoryOrderError, WireHeader
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.test_engine_checksums import model_shape
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
-from megatron_dppo.engine.shared_buckets import WireHeader
+from megatron_dppo.engine.weights import WireHeader
 from megatron_dppo.weight_sync import reach
 from megatron_dppo.weight_sync.reach import check_reach
 

@@ -42,12 +42,12 @@ def proved(
     shape: ModelShape,
     layout: Layout,
     servers: list[EngineLayout],
-    bucket_bytes: int = 8 * MIB,
+    message_bytes: int = 8 * MIB,
     *,
     quantized: bool = False,
 ) -> ShardPlan:
     """Return the plan after its proof. Check that no engine rank receives more than it keeps."""
-    plan = shard_plan(shape, layout, servers, bucket_bytes, 2, quantized=quantized)
+    plan = shard_plan(shape, layout, servers, message_bytes, 2, quantized=quantized)
     prove_shards(plan, shape, layout, servers, quantized=quantized)
     received = tuple(plan.received[rank] for rank in range(len(plan.kept)))
     assert received == plan.kept

@@ -68,13 +68,13 @@ class Update:
         layout: Layout,
         servers: list[EngineLayout],
         spoil: Spoil = unspoiled,
-        bucket_bytes: int = 20_000,
+        message_bytes: int = 20_000,
         device: str = "cpu",
         *,
         quantized: bool = False,
     ) -> None:
         whole = whole_tensors(shape)
-        facts = PlanFacts(layout, tuple(servers), bucket_bytes, "bfloat16", quantized=quantized)
+        facts = PlanFacts(layout, tuple(servers), message_bytes, "bfloat16", quantized=quantized)
         tables = [EngineTensors(shape, server, device, quantized=quantized) for server in servers]
         ranks = [(table, rank) for table in tables for rank in range(table.ranks)]
         self.tensors = [held(table, rank) for table, rank in ranks]
@@ -210,7 +210,7 @@ def test_a_planted_fault_is_named(tmp_path: Path, family: str, fault: str) -> No
 def test_a_bit_of_block_fp8_that_differs_is_named(suffix: str) -> None:
     """In each message a bit of the last slice of quantised values, or of scales, differs."""
     server = EngineLayout(2)
-    plain = Update(FP8_SHAPE, Layout(), [server], bucket_bytes=100_000, quantized=True)
+    plain = Update(FP8_SHAPE, Layout(), [server], message_bytes=100_000, quantized=True)
     table = plain.shards.table
     victims: dict[Message, int] = {}
     """Message -> the number of its spoiled slice."""
@@ -281,6 +281,38 @@ def test_an_engine_with_another_plan_refuses() -> None:
     incoming = IncomingShards(text, Group(), "name")  # type: ignore[arg-type]
     with pytest.raises(OtherPlanError, match=plan.fingerprint):
         incoming.receive(SHAPE, lambda name: DTYPE, MessagePlacements({}))
+
+
+def test_the_memory_of_messages_is_freed_between_updates() -> None:
+    facts = PlanFacts(Layout(), (EngineLayout(2),), 20_000, "bfloat16", quantized=False)
+    shards = Shards(SHAPE, facts, "cpu", 0)
+    values = trainer_values(SHAPE, Layout(), 0, whole_tensors(SHAPE))
+    first = [shards.pack(batch, values)[0].clone() for batch in shards.batches]
+    views = {key: list(targets) for key, targets in shards._targets.items()}
+    shards.release_memory()
+    assert [buffer.untyped_storage().nbytes() for buffer in shards._buffers] == [0, 0]
+    again = [shards.pack(batch, values)[0].clone() for batch in shards.batches]
+    assert len(first) > 2
+    for before, after in zip(first, again, strict=True):
+        assert torch.equal(before, after)
+    # The views of the first update are used again.
+    for key, targets in views.items():
+        assert all(a is b for a, b in zip(targets, shards._targets[key], strict=True))
+
+
+def test_messages_of_a_batch_begin_at_multiples_of_16_bytes() -> None:
+    facts = PlanFacts(Layout(), (EngineLayout(2),), 20_000, "bfloat16", quantized=False)
+    shards = Shards(SHAPE, facts, "cpu", 0, batch_bytes=60_000)
+    values = trainer_values(SHAPE, Layout(), 0, whole_tensors(SHAPE))
+    assert [m for batch in shards.batches for m in batch] == shards.messages
+    assert max(map(len, shards.batches)) > 1
+    single = Shards(SHAPE, facts, "cpu", 0)
+    for batch in shards.batches:
+        packed = shards.pack(batch, values)
+        assert all(data.storage_offset() % 16 == 0 for data in packed)
+        for message, data in zip(batch, packed, strict=True):
+            (alone,) = single.pack([message], values)
+            assert torch.equal(data, alone)
 
 
 def test_the_busiest_ranks_are_compared_with_all_ranks() -> None:

@@ -17,7 +17,7 @@ from megatron_dppo.engine.checksums import EngineTensors
 from megatron_dppo.engine.direct_loading import TensorPlaces
 from megatron_dppo.engine.errors import EngineRequestError
 from megatron_dppo.engine.shards import SharedMessage
-from megatron_dppo.engine.shared_buckets import SharedBytes
+from megatron_dppo.engine.shared_bytes import SharedBytes
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.gather_plan import ParameterKey

@@ -20,7 +20,7 @@ def handles(bench: Bench) -> Iterator[CheckRow]:
     """Yield whether the other process computes the hash of the bytes that this process wrote."""
     import torch
 
-    from megatron_dppo.engine.shared_buckets import SharedBytes, shared_empty, shared_payloads
+    from megatron_dppo.engine.shared_bytes import SharedBytes, shared_empty, shared_payloads
     from megatron_dppo.tensor_hash import tiled_hash
 
     device = "cuda" if bench.gpus else "cpu"
@@ -46,7 +46,7 @@ def main() -> None:
     """Read a bucket's handle from standard input, and print the bucket's hash and device."""
     import torch
 
-    from megatron_dppo.engine.shared_buckets import MESSAGES, open_payload
+    from megatron_dppo.engine.shared_bytes import MESSAGES, open_payload
     from megatron_dppo.tensor_hash import tiled_hash
 
     index_by_uuid = {}

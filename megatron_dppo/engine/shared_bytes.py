@@ -11,7 +11,6 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -25,16 +24,6 @@ _SHARING = threading.Lock()
 
 _DEVICE_ARGUMENT = 6
 """Position of the device index among the arguments of ``rebuild_cuda_tensor``."""
-
-
-@dataclass(frozen=True)
-class WireHeader:
-    """The names, dtypes and shapes of the tensors in a bucket's flat bytes, for SGLang's ``flattened_bucket``."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    bytes: int
 
 
 def shared_empty(size: int, device: torch.device | str) -> Tensor:
