@@ -58,7 +58,7 @@ COMMON = (
     *(f"rollout.temperature={TEMPERATURE}", "rollout.max_response_tokens=16"),
     "reward.name=tests.unit.planted_rewards:of_every_character",
     # With a canary, the first update would already refuse wrong weights. The faults are planted in whole tensors.
-    *("weight_sync.canary_every=0", "weight_sync.strategy=tensor"),
+    *("weight_sync.canary_every=0", "weight_sync.strategy=disk"),
 )
 
 
