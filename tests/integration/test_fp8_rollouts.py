@@ -219,7 +219,7 @@ def as_it_is(part: Slice, values: Tensor, stale: Tensor) -> Tensor:
 
 
 def with_a_larger_scale(part: Slice, values: Tensor, stale: Tensor) -> Tensor:
-    return 1.5 * values if (part.name, part.start) == (V_PROJ, 1) else values
+    return 1.5 * values if (part.name, part.block_part.hf_start) == (V_PROJ, 1) else values
 
 
 def with_exchanged_blocks(part: Slice, values: Tensor, stale: Tensor) -> Tensor:
