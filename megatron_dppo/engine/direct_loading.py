@@ -202,7 +202,7 @@ class TensorPlaces:
         for name, flat in flat_tensors.items():
             if name not in filled_tensors:
                 self._unfilled.append(flat)
-        self.placements = MessagePlacements(blocks)
+        self.placements = MessagePlacements(table, blocks)
         """The places of the messages of updates."""
 
     def is_current(self, held_tensors: Mapping[str, Tensor]) -> bool:
@@ -405,20 +405,13 @@ class DirectLoader:
 
     def _receive(self, incoming: Incoming) -> None:
         """Receive messages that have only what this rank keeps. Raises UnplaceableError without a table."""
-        table = self._table
-        places = self._tensor_places
-        if table is None or places is None:
+        if self._tensor_places is None:
             raise UnplaceableError(
                 "weight update: the server cannot place tensors directly (its log says why), expected "
                 "weight_sync.strategy disk"
             )
-
-        def dtype_of(name: str) -> torch.dtype:
-            return table.sent_dtype(name, incoming.dtype)
-
-        self._kept += incoming.receive(
-            table.shape, dtype_of, places.placements, keeps_whole=self._keeps_whole
-        )
+        placements = self._tensor_places.placements
+        self._kept += incoming.receive(placements, keeps_whole=self._keeps_whole)
 
     def _prepare(self) -> None:
         """Make the places of the model's present tensors, unless the table does not describe them."""
@@ -456,7 +449,7 @@ def register() -> None:
     hooks.register(RECEIVED, receive_shards, "around")
     hooks.register(OPENED, open_shared_messages, "around")
     hooks.register(SHARED, load_shared_messages, "around")
-    hooks.register(ANSWERED, answer_for_all_ranks, "around")
+    hooks.register(ANSWERED, answer_for_all_ranks, "after")
 
 
 def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
@@ -566,19 +559,12 @@ def load_shared_messages(
     return True, "Success"
 
 
-def answer_for_all_ranks(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Answer a request to load from shared memory with the first failure of all ranks.
+def answer_for_all_ranks(answer: Any, *_: Any) -> Any:
+    """Put the first failure of all ranks into the answer: SGLang answers with the result of the first rank alone."""
+    from sglang.srt.runtime_context import get_parallel
 
-    SGLang answers with the result of the first rank alone.
-    """
-    import torch.distributed as dist
-
-    answer = original(manager, request)
-    group = manager.tp_cpu_group
-    faults: list[str | None] = [None] * dist.get_world_size(group)
     own_fault = None if answer.success else answer.message
-    dist.all_gather_object(faults, own_fault, group=group)
-    for fault in faults:
+    for fault in get_parallel().tp_group.all_gather_object(own_fault):
         if fault is not None:
             answer.success = False
             answer.message = fault

@@ -32,6 +32,7 @@ from megatron_dppo.engine.changes import (
     item_dtype,
     kept_changes,
 )
+from megatron_dppo.engine.checksums import EngineTensors
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.links import BUSY_CONNECT_S, Link, Operation, connect_store
 from megatron_dppo.engine.weight_groups import limit_of
@@ -289,21 +290,25 @@ class MessagePlacements:
     """The placements of an engine rank's messages. They are made once for a plan.
 
     Args:
-        blocks: the places of the blocks.
+        table: the tensors of the served model.
+        blocks: the places of the blocks on this rank.
     """
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, table: EngineTensors, blocks: Blocks) -> None:
+        self.shape = table.shape
         self.blocks = blocks
+        self._sent_dtype = table.sent_dtype
         self._fingerprint = ""
         self._placements: dict[tuple[int, int], MessagePlacement] = {}
 
-    def of(self, fingerprint: str, message: Message, dtype_of: DtypeOf) -> MessagePlacement:
-        """Return the placement of a message of the plan with this fingerprint."""
+    def of(self, fingerprint: str, message: Message, dtype: torch.dtype) -> MessagePlacement:
+        """Return the placement of a message of the plan with this fingerprint. ``dtype``: the dtype of the weights."""
         if fingerprint != self._fingerprint:
             self._fingerprint = fingerprint
             self._placements.clear()
         key = (message.sender, message.step)
         if key not in self._placements:
+            dtype_of = partial(self._sent_dtype, weights_dtype=dtype)
             self._placements[key] = MessagePlacement(message, self.blocks, dtype_of)
         return self._placements[key]
 
@@ -336,18 +341,11 @@ class Incoming:
         return dtype
 
     def receive(
-        self,
-        shape: ModelShape,
-        dtype_of: DtypeOf,
-        placements: MessagePlacements,
-        *,
-        keeps_whole: bool = False,
+        self, placements: MessagePlacements, *, keeps_whole: bool = False
     ) -> list[Callable[[], None]]:
         """Receive the messages, and copy them to their places.
 
         Args:
-            shape: the model.
-            dtype_of: the dtype of each tensor.
             placements: the placements of this engine rank.
             keeps_whole: whether whole messages are kept in host memory.
 
@@ -366,16 +364,11 @@ class SharedMessage(Incoming):
         self._data = data
 
     def receive(
-        self,
-        shape: ModelShape,
-        dtype_of: DtypeOf,
-        placements: MessagePlacements,
-        *,
-        keeps_whole: bool = False,
+        self, placements: MessagePlacements, *, keeps_whole: bool = False
     ) -> list[Callable[[], None]]:
         """Copy the message to its places. The sender may use the memory again afterwards."""
         instruction = self._instruction
-        fingerprint, messages = _own_messages(shape, instruction.facts, instruction.rank)
+        fingerprint, messages = _own_messages(placements.shape, instruction.facts, instruction.rank)
         _check_fingerprint(fingerprint, instruction.fingerprint)
         message = messages.get((instruction.sender, instruction.step))
         if message is None or self._data.numel() != _sent_bytes(message, instruction.changed):
@@ -383,7 +376,7 @@ class SharedMessage(Incoming):
                 f"weight update: trainer rank {instruction.sender} sent {self._data.numel()} bytes in step "
                 f"{instruction.step} to engine rank {instruction.rank}, which has no such message in the plan"
             )
-        placement = placements.of(fingerprint, message, dtype_of)
+        placement = placements.of(fingerprint, message, self.dtype)
         received = _Received(placement, self._data, instruction.changed)
         kept = received.load(keeps_whole=keeps_whole)
         if self._data.is_cuda:
@@ -400,15 +393,11 @@ class IncomingShards(Incoming):
         self._limit = limit_of(group_name) or timedelta(minutes=30)
 
     def receive(
-        self,
-        shape: ModelShape,
-        dtype_of: DtypeOf,
-        placements: MessagePlacements,
-        *,
-        keeps_whole: bool = False,
+        self, placements: MessagePlacements, *, keeps_whole: bool = False
     ) -> list[Callable[[], None]]:
+        """Receive this rank's messages step by step. While a message is copied, the next one is on its way."""
         instruction = self._instruction
-        fingerprint, steps = _own_steps(shape, instruction.facts, self._group.rank())
+        fingerprint, steps = _own_steps(placements.shape, instruction.facts, self._group.rank())
         _check_fingerprint(fingerprint, instruction.fingerprint)
         device = placements.device
         store = connect_store(instruction.address, instruction.port, BUSY_CONNECT_S)
@@ -419,7 +408,7 @@ class IncomingShards(Incoming):
         for step in steps:
             placement = None
             if step.incoming is not None:
-                placement = placements.of(fingerprint, step.incoming, dtype_of)
+                placement = placements.of(fingerprint, step.incoming, self.dtype)
             buffers.reverse()
             count = WHOLE
             if instruction.has_changes:

@@ -78,19 +78,16 @@ class Engines:
     """One or more engines. Each method calls all of them at the same time.
 
     ``runner`` runs the calls, so that this rank's threads can wait for them or do other work.
-
-    Attributes:
-        all_place_directly: whether every engine loads updates by direct placement.
     """
 
     def __init__(self, members: Sequence[EngineWeights], runner: AsyncRunner) -> None:
         self.members = tuple(members)
         self._runner = runner
-        self.all_place_directly = all(engine.places_directly for engine in members)
+        all_place_directly = all(engine.places_directly for engine in members)
         for engine in members:
             # All engines read the same folder of ``disk``. If one of them needs the form that SGLang's own loader
             # reads, all read that form.
-            engine.places_directly = self.all_place_directly
+            engine.places_directly = all_place_directly
 
     @classmethod
     def connect(cls, urls: Sequence[str], open_engine: OpenEngine, runner: AsyncRunner) -> Self:
@@ -120,7 +117,7 @@ class Engines:
     @property
     def take_changes(self) -> bool:
         """Whether the engines can apply changes to the weights that they hold."""
-        return self.all_place_directly and self.first.tensors.hold_what_is_sent
+        return self.first.tensors.hold_what_is_sent
 
     @cached_property
     def foreign_hosts(self) -> list[str]:

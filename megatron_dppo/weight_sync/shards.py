@@ -597,7 +597,8 @@ class ShardStrategy(Strategy):
             data = phases.run("gather", shards.pack, batch, values, self.allocate)
             if data is None:
                 break
-            for message, size in phases.run("transfer", self._send, batch, data) or ():
+            for message, sent_data, _ in phases.run("transfer", self._send, batch, data) or ():
+                size = sent_data.numel()
                 sent += size
                 forwarded += size * (len(message.column) - 1)
                 between_nodes += size * _hops_between_nodes(
@@ -613,11 +614,11 @@ class ShardStrategy(Strategy):
         partials = checksums.partials() if checksums is not None else None
         return Streamed(sent, forwarded, between_nodes, partials)
 
-    def _send(self, batch: Sequence[Message], data: Sequence[Tensor]) -> list[tuple[Message, int]]:
-        """Start to send a batch with these flat bytes. Returns the number of bytes that are sent of each message."""
+    def _send(self, batch: Sequence[Message], data: Sequence[Tensor]) -> list[Sent]:
+        """Start to send a batch with these flat bytes. Returns the messages as they are sent."""
         sent_batch = list(map(self._as_sent, batch, data))
         self.send(sent_batch)
-        return [(sent.message, sent.data.numel()) for sent in sent_batch]
+        return sent_batch
 
     def _as_sent(self, message: Message, data: Tensor) -> Sent:
         changes = None

@@ -80,13 +80,12 @@ class TensorStrategy(ShardStrategy):
         self._requests = self.attached.start(load)
 
     def wait_for_all(self) -> None:
-        requests = self._requests
-        self._requests = {}
-        if requests:
-            self.attached.arrive(requests, self.config.timeout_s, "loading shared tensors")
+        if self._requests:
+            self.attached.arrive(self._requests, self.config.timeout_s, "loading shared tensors")
+            self._requests = {}
 
     def abort(self) -> None:
-        """Wait for this rank's requests, a few seconds at most."""
+        """Wait a few seconds at most for this rank's requests, also for one that exceeded the time limit."""
         # A request that is still on its way would load its batch into the session that a caller opens next.
         _, pending = wait(self._requests.values(), GRACE_S)
         self._requests = {}

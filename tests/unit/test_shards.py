@@ -280,7 +280,7 @@ def test_an_engine_with_another_plan_refuses() -> None:
     ).decode()
     incoming = IncomingShards(text, Group(), "name")  # type: ignore[arg-type]
     with pytest.raises(OtherPlanError, match=plan.fingerprint):
-        incoming.receive(SHAPE, lambda name: DTYPE, MessagePlacements({}))
+        incoming.receive(MessagePlacements(EngineTensors(SHAPE), {}))
 
 
 def test_the_memory_of_messages_is_freed_between_updates() -> None:

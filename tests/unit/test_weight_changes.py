@@ -137,9 +137,7 @@ class ServedTensors:
                 self._facts, self._shards.plan.fingerprint, rank, 0, message.step, changed
             )
             text = SHARED_INSTRUCTION.dump_json(instruction).decode()
-            kept = SharedMessage(text, data).receive(
-                self._shape, self._shards.dtype_of, self._placements[rank]
-            )
+            kept = SharedMessage(text, data).receive(self._placements[rank])
             for apply in kept:
                 apply()
 

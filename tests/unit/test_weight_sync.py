@@ -366,6 +366,35 @@ def test_a_failed_transfer_is_broken_off_before_the_next_message_is_sent() -> No
     assert engine.calls.count("load") == 1
 
 
+@pytest.mark.parametrize("hangs", [True, False])
+def test_buffers_are_dropped_if_an_engine_may_still_read_them(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (engines, shared_memory):
+        monkeypatch.setattr(module, "GRACE_S", 0.2)
+    engine = Engine()
+    updates = updater(engine, timeout_s=0.3)
+    released = asyncio.Event()
+
+    async def hang(by_rank: Any) -> None:
+        await released.wait()
+
+    if hangs:
+        engine.receive_shared = hang  # type: ignore[method-assign]
+    else:
+        engine.failing = "load"
+    with pytest.raises(WeightUpdateError, match="took longer" if hangs else "refused"):
+        updates.update(1)
+    runner().run(_set(released))
+    strategy = updates._strategy
+    assert isinstance(strategy, ShardStrategy)
+    assert len(strategy.shards._buffers) == (0 if hangs else 1)
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
+
+
 def test_all_whole_tensors_are_gathered_after_a_failure_too(tmp_path: Path) -> None:
     """The other ranks are in the gather's collectives."""
     updates = updater(Engine(), strategy="disk", message_bytes=1200, directory=str(tmp_path))

@@ -147,10 +147,7 @@ class Engine(ConstantScores):
         for text, data in messages:
             self.sent.append(data.numel())
             self._kept += SharedMessage(text, data).receive(
-                SHAPE,
-                lambda name: torch.float32,
-                self._places.placements,
-                keeps_whole=self.keeps_whole,
+                self._places.placements, keeps_whole=self.keeps_whole
             )
 
     async def end(self) -> None:
