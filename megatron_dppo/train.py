@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import errno
-import faulthandler
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from megatron_dppo.config import (
     ConfigError,
@@ -27,13 +25,7 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.config.layout import describe, missing_weights
 from megatron_dppo.config.loading import Remainder
-from megatron_dppo.config.machine import (
-    allocator_faults,
-    has_server_sizes,
-    set_allocator,
-    set_precision,
-    this_machine,
-)
+from megatron_dppo.config.machine import has_server_sizes, this_machine
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.launch.library_checks import (
     CHECK,
@@ -43,15 +35,16 @@ from megatron_dppo.launch.library_checks import (
     embedding_warnings,
     untried_options,
 )
+from megatron_dppo.launch.rank_start import begin_rank
 from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.launch.stops import exit_by_code
-from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
+from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, fatal
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.rewards.checked_answers import checked_answers_file
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.processes import end_now, name_rank
+from megatron_dppo.system.processes import end_now
 from megatron_dppo.system.secret_variables import hide_secrets
 
 MODULE = "megatron_dppo.train"
@@ -77,18 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if "RANK" in os.environ:
             spec = RunSpec.of(config, options.config)
-            _check_world(config.parallel.world_size, options.config)
-            _prepare_environment(config.weight_sync.strategy, config.megatron)
+            begin_rank(config, options.config, config.weight_sync.strategy)
     except ConfigError as error:
         fatal(str(error))
     if "RANK" not in os.environ:
         return _supervise(config, options)
-    rank = int(os.environ["RANK"])
-    name_rank(rank)
-    # Configure the log before libraries are imported, so that it has their messages.
-    configure_logging(config.run.directory, rank)
-    # A rank that is aborted prints its stacks.
-    faulthandler.enable()
+    # Import late: the import takes seconds, and a process that only starts ranks does not need it.
     from megatron_dppo.loop import run_rank
 
     try:
@@ -183,29 +170,6 @@ def _changes(config: TrainConfig) -> str | None:
     from megatron_dppo.loop.start_checks import changes_since_checkpoint
 
     return changes_since_checkpoint(config)
-
-
-def _check_world(size: int, source: str) -> None:
-    """Raise ConfigError unless the launcher started as many ranks as the configuration has."""
-    world = os.environ.get("WORLD_SIZE")
-    if world != str(size):
-        fault = f"parallel.world_size: got {size}, but the launcher set WORLD_SIZE to {world}"
-        raise ConfigError([fault], source)
-
-
-def _prepare_environment(strategy: str, megatron: Mapping[str, Any]) -> None:
-    """Set a rank's variables of torch and Transformer Engine.
-
-    Raises ConfigError if the environment, for example of a container's image, has an allocator setting that
-    ``strategy`` excludes.
-    """
-    if not this_machine().gpus:
-        return
-    faults = list(allocator_faults(strategy, os.environ))
-    if faults:
-        raise ConfigError(faults, "the environment of this rank")
-    set_allocator(strategy, os.environ)
-    set_precision(megatron, os.environ)
 
 
 def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ def engine_device(engine: EngineConfig) -> Device:
     return "cuda" if has_visible_gpu() else "cpu"
 
 
-def allocator_faults(strategy: str, environment: Mapping[str, str]) -> Iterator[str]:
+def allocator_faults(strategy: str | None, environment: Mapping[str, str]) -> Iterator[str]:
     """Report expandable segments if ``weight_sync.strategy`` is tensor: CUDA IPC can't share them with SGLang."""
     variable = expandable_segments(environment)
     if variable is not None and strategy == "tensor":

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple, Self
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.config.checks import PLACEHOLDER
+from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.data_schema import ProblemFile
+from megatron_dppo.config.schema import SupervisedDataConfig
 from megatron_dppo.data.chat import (
     ChatTemplateError,
     calls_of,
@@ -241,6 +244,7 @@ def load_problems(
         DataError: A record is not a problem, no problem is within the limit, or a prompt has a token beyond the
             embedding.
     """
+    _warn_of_unread_files(path)
     records = read_problems(path, keys_of)
     prompts = records.prompts
     answers = records.answers
@@ -300,6 +304,25 @@ class TurnSets:
     train: Sequence[Turns]
     held_out: Mapping[str, Sequence[Turns]]
 
+    @classmethod
+    def load(
+        cls,
+        data: SupervisedDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        form: PromptForm,
+        embedding_rows: int | None = None,
+    ) -> Self:
+        """Load the sequences of the files of ``data``. Raises DataError as ``load_turns``."""
+        read_turns = partial(
+            load_turns,
+            tokenizer=tokenizer,
+            form=form,
+            embedding_rows=embedding_rows,
+            only_last=data.turns == "last",
+        )
+        held_out = {name: read_turns(path) for name, path in data.evaluation.items()}
+        return cls(read_turns(data.train), held_out)
+
 
 def load_turns(
     path: str | Path,
@@ -317,6 +340,7 @@ def load_turns(
     response of a conversation. Raises DataError for a record without prompt or response, and for a token beyond the
     ``embedding_rows``.
     """
+    _warn_of_unread_files(path)
     records, record_locations, *_ = read_all_records(path)
     prompts: list[Prompt] = []
     responses: list[str] = []
@@ -354,6 +378,30 @@ def load_turns(
         else:
             sequences.append((prompt_tokens, turn))
     return sequences
+
+
+def _warn_of_unread_files(path: str | Path) -> None:
+    if warning := data_files(path).warning:
+        log.warning("%s", warning)
+
+
+def load_policy_tokenizer(
+    folder: str | Path,
+    form: PromptForm,
+    stop_token_ids: Sequence[int] = (),
+    stop: Sequence[str] = (),
+) -> tuple[PreTrainedTokenizerBase, ResponseEnds, int | None]:
+    """Load the tokenizer of the policy in ``folder``, and log what is seldom intended about it.
+
+    ``stop_token_ids``, ``stop``: what ends a response beside the model's own tokens. Returns the tokenizer, what ends
+    a response, and the rows of the model's embedding.
+    """
+    tokenizer = load_tokenizer(folder)
+    ends = ResponseEnds.of(folder, tokenizer, stop_token_ids, stop)
+    rows = embedding_rows(folder)
+    for warning in template_warnings(tokenizer, form, ends, rows):
+        log.warning("%s: %s", folder, warning)
+    return tokenizer, ends, rows
 
 
 def embedding_rows(folder: str | Path) -> int | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
+import torch
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.logging import say
+from megatron_dppo.logging import FAILED, fatal, say
+from megatron_dppo.system.errors import AlteredMemoryError, RunError
 from megatron_dppo.system.lease import NONCE_VARIABLE, Fence, FencedError, Lease, start_of_ranks
 from megatron_dppo.system.processes import STOP_FILE_VARIABLE, StopFile
 from megatron_dppo.trainer.collectives import broadcast_json, first_failure
@@ -102,3 +104,21 @@ def run_fence(directory: str) -> Iterator[RunFence]:
     os.makedirs(directory, exist_ok=True)
     with Lease(directory, say) as lease:
         yield RunFence(directory, lease.fence.nonce)
+
+
+@contextmanager
+def rank_of_run(directory: str) -> Iterator[tuple[StopFlag, RunFence, ExitStack]]:
+    """Yield what a run on this rank needs: its stop flag, its fence, and a stack that closes what the run opens.
+
+    Errors that the user can correct end the process with a message.
+    """
+    stop = StopFlag().install()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    try:
+        with run_fence(directory) as fence, ExitStack() as stack:
+            yield stop, fence, stack
+    except AlteredMemoryError as error:
+        # No user can correct the error, and the newest checkpoint is whole: the ranks may start again from it.
+        fatal(f"{type(error).__name__}: {error}", FAILED)
+    except RunError as error:
+        fatal(f"{type(error).__name__}: {error}")

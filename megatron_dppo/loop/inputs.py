@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dppo.config.data_files import data_files, label_of
+from megatron_dppo.config.data_files import label_of
 from megatron_dppo.config.data_schema import ProblemFile
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data import sampling
@@ -17,16 +17,13 @@ from megatron_dppo.data.problems import (
     DataKeys,
     ProblemSet,
     PromptForm,
-    embedding_rows,
+    load_policy_tokenizer,
     load_problems,
-    load_tokenizer,
-    template_warnings,
 )
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.seal import Origin, text_digest
 from megatron_dppo.data.thoughts import DEFAULT_MARKS
 from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.data.turn_ends import ResponseEnds
 from megatron_dppo.engine.tool_calls import tool_format_of
 from megatron_dppo.engine.turn_text import ResponseReader
 from megatron_dppo.environments import (
@@ -64,13 +61,10 @@ class RunData:
         self.form = PromptForm(
             data.apply_chat_template, data.system_prompt, data.prompt_template, arguments
         )
-        self._tokenizer = load_tokenizer(config.model.hf_checkpoint)
-        folder = config.model.hf_checkpoint
         rollout = config.rollout
-        ends = ResponseEnds.of(folder, self._tokenizer, rollout.stop_token_ids, rollout.stop)
-        rows = embedding_rows(folder)
-        for warning in template_warnings(self._tokenizer, self.form, ends, rows):
-            log.warning("%s: %s", folder, warning)
+        self._tokenizer, ends, self._embedding_rows = load_policy_tokenizer(
+            config.model.hf_checkpoint, self.form, rollout.stop_token_ids, rollout.stop
+        )
         for warning in option_warnings(config):
             log.warning("%s", warning)
         self.reader = ResponseReader.of(
@@ -319,11 +313,9 @@ class RunData:
             max_prompt_tokens=self._config.data.max_prompt_tokens,
             form=self.form,
             keys_of=DataKeys.of(file),
-            embedding_rows=embedding_rows(self._config.model.hf_checkpoint),
+            embedding_rows=self._embedding_rows,
         )
         self._refuse_other_metadata(file, problem_set)
-        if warning := data_files(file.path).warning:
-            log.warning("%s", warning)
         if problem_set.dropped:
             log.warning(
                 "%s: %d of %d prompts are longer than data.max_prompt_tokens = %d and were left out; %d "

@@ -21,6 +21,7 @@ from megatron_dppo.metrics.trackers import TrackedRun, Trackers, find_trackers, 
 from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import Closing
+from megatron_dppo.trainer.collectives import first_failure
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ class RecordingError(RunError):
     """The run's records cannot be written, e.g. because the disk is full."""
 
 
-class Recorder(Closing):
-    """Writes the metrics row and the other records of each step on rank 0; does nothing on other ranks.
+class MetricsRecorder(Closing):
+    """Writes the metrics row of each step on rank 0; does nothing on other ranks.
 
     If a write within a step fails, ``failure`` holds the error, and nothing more is written. A checkpoint of the step
     is saved, and then all ranks end the run together. The checkpoint has the lines that were not written (``mark``). A
@@ -50,11 +51,8 @@ class Recorder(Closing):
 
     Args:
         run: the run's folder and length.
-        info: the run's description in report and summary.
-        evaluates: whether the run has held-out sets and an engine to evaluate them.
         rank: global rank.
         first_step: the step of the checkpoint that the run resumes from; 0 for a new run.
-        text_of: token ids -> text, for ``masked_tokens.jsonl``.
         fence: called before each change of a file; raises once another start of the run has taken over.
         mark: what ``mark`` returned for the checkpoint that the run resumes from; records that differ from it cause a
             warning.
@@ -62,15 +60,15 @@ class Recorder(Closing):
         config: the run's configuration; the trackers receive it.
     """
 
+    _line_files: tuple[str, ...] = ()
+    """Names of the files with lines of a step, beside the metrics."""
+
     def __init__(
         self,
         run: RunConfig,
-        info: RunInfo,
         rank: int,
         first_step: int,
         *,
-        evaluates: bool,
-        text_of: Callable[[Sequence[int]], str] = str,
         fence: Callable[[], None] | None = None,
         mark: Mapping[str, Any] | None = None,
         tracking: TrackingConfig | None = None,
@@ -79,19 +77,14 @@ class Recorder(Closing):
         self.failure: RecordingError | None = None
         self._fence = fence
         self._run = run
-        self._info = info
-        self._evaluates = evaluates
         self._first_step = first_step
-        self._carried_counts: dict[str, float] = {}
         self._unwritten: dict[str, str] = {}
         """Encoded lines since the failure, by the name of their file."""
         self._stack = ExitStack()
         self._writer: records.MetricsWriter | None = None
-        self._masked: records.StepLines | None = None
-        self._samples: records.StepLines | None = None
-        self._faults: records.StepLines | None = None
+        self._lines: dict[str, records.StepLines] = {}
+        """The files of ``_line_files``, by name."""
         self._trackers: Trackers | None = None
-        self._text_of = text_of
         if rank == 0:
             # A new run also writes the record of step 0.
             resume_step = first_step + 1 if first_step else 0
@@ -99,19 +92,14 @@ class Recorder(Closing):
             self._trackers = self._stack.enter_context(
                 opened_trackers(run, tracking or TrackingConfig(), config or {}, resume_step)
             )
-        self._console = StepTable(info.dtype, run.steps)
 
     def _open(self, resume_step: int, mark: Mapping[str, Any]) -> None:
         """Open the files for steps from ``resume_step`` on; log a warning if records of a resumed run are missing."""
         directory = self._run.directory
         with self._writing("records"):
             self._writer = records.MetricsWriter(directory, resume_step=resume_step)
-            self._masked = records.StepLines(
-                Path(directory) / records.MASKED_TOKENS_FILE, resume_step
-            )
-            self._samples = records.StepLines(Path(directory) / records.SAMPLES_FILE, resume_step)
-            faults_file = Path(directory) / records.ENVIRONMENT_FAULTS_FILE
-            self._faults = records.StepLines(faults_file, resume_step)
+            for name in self._line_files:
+                self._lines[name] = records.StepLines(Path(directory) / name, resume_step)
             self._restore(mark.get(_UNWRITTEN, {}))
             rows = records.read_records(directory)
             self._compare(rows, mark)
@@ -131,9 +119,8 @@ class Recorder(Closing):
             if name == records.RECORDS_FILE:
                 assert self._writer is not None
                 self._writer.restore(text)
-            for file in (self._masked, self._samples, self._faults):
-                if file is not None and file.path.name == name:
-                    file.restore(text)
+            if name in self._lines:
+                self._lines[name].restore(text)
         if unwritten:
             files = ", ".join(sorted(unwritten))
             log.info("lines that an earlier start could not write are written now: %s", files)
@@ -156,6 +143,108 @@ class Recorder(Closing):
 
     def close(self) -> None:
         self._stack.close()
+
+    def mark(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint of ``step`` stores about the records: a step, and the hash of the records up to it.
+
+        After a failed write, the mark also holds the lines that the files lack.
+        """
+        unwritten: dict[str, Any] = {}
+        if self._unwritten:
+            unwritten[_UNWRITTEN] = dict(self._unwritten)
+        if self._writer is None:
+            return unwritten
+        records_hash = self._writer.hash.copy()
+        unwritten_rows = records.split_lines(self._unwritten.get(records.RECORDS_FILE, ""))
+        for record in records.decode_records(unwritten_rows, records.RECORDS_FILE):
+            records_hash.add(record)
+        step = self._last_final_step(step, records_hash.last)
+        return {"step": step, "sha256": records_hash.until(step), **unwritten}
+
+    def _last_final_step(self, step: int, last: records.Record | None) -> int:
+        """Return the last step whose record no later start changes. ``last``: the last record, of ``step``."""
+        return step
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the record of ``step`` with ``values``; step 0 is before training."""
+        if self._writer is not None:
+            line = records.encode_record(step, values) + "\n"
+            write = partial(self._writer.append, step, line)
+            self._write_or_keep("metrics", records.RECORDS_FILE, line, write)
+            if self._trackers is not None:
+                self._trackers.scalars(step, values)
+
+    def check(self) -> None:
+        """Raise RecordingError, on every rank, if rank 0 could not write a record. Collective."""
+        reason = first_failure(None if self.failure is None else str(self.failure))
+        if reason is not None:
+            raise RecordingError(reason)
+
+    def _write_or_keep(self, content: str, name: str, text: str, write: Callable[[], None]) -> None:
+        """Call ``write`` to append ``text`` to the file ``name``; keep ``text`` if this or an earlier write failed."""
+        if self.failure is None:
+            with self._keeping_failure(content):
+                write()
+        if self.failure is not None:
+            self._unwritten[name] = self._unwritten.get(name, "") + text
+
+    @contextmanager
+    def _writing(self, content: str) -> Iterator[None]:
+        """Wrap each change of files. Raises RecordingError, whose text begins with ``content``, if the block fails."""
+        if self._fence is not None:
+            self._fence()
+        try:
+            yield
+        except OSError as error:
+            directory = self._run.directory
+            raise RecordingError(f"{content} in {directory}: {error.strerror}") from error
+
+    @contextmanager
+    def _keeping_failure(self, content: str) -> Iterator[None]:
+        """Wrap a change of files within a step, and keep the error in ``failure``.
+
+        If only rank 0 raised the error, the other ranks would wait in a collective.
+        """
+        try:
+            with self._writing(content):
+                yield
+        except RecordingError as error:
+            self.failure = error
+
+
+class Recorder(MetricsRecorder):
+    """Records a run of reinforcement learning: metrics, samples, masked tokens, the console's table and the report.
+
+    Args:
+        run, rank, first_step: as in MetricsRecorder, which receives further ``options``.
+        info: the run's description in report and summary.
+        evaluates: whether the run has held-out sets and an engine to evaluate them.
+        text_of: token ids -> text, for ``masked_tokens.jsonl``.
+    """
+
+    _line_files = (
+        records.MASKED_TOKENS_FILE,
+        records.SAMPLES_FILE,
+        records.ENVIRONMENT_FAULTS_FILE,
+    )
+
+    def __init__(
+        self,
+        run: RunConfig,
+        info: RunInfo,
+        rank: int,
+        first_step: int,
+        *,
+        evaluates: bool,
+        text_of: Callable[[Sequence[int]], str] = str,
+        **options: Any,
+    ) -> None:
+        super().__init__(run, rank, first_step, **options)
+        self._info = info
+        self._evaluates = evaluates
+        self._text_of = text_of
+        self._carried_counts: dict[str, float] = {}
+        self._console = StepTable(info.dtype, run.steps)
 
     def lacks_evaluation(self, since: int) -> bool:
         """Return whether the last record lacks an evaluation that this start of the run should add.
@@ -192,26 +281,11 @@ class Recorder(Closing):
                 accuracies[name] = value
         self._console.print_step(step, accuracies)
 
-    def mark(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint of ``step`` stores about the records: a step, and the hash of the records up to it.
-
-        Usually the stored step is ``step``. If the last record has no evaluation, a later start may add an evaluation
-        to this record, so the stored step is the step before the last record. After a failed write, the mark also holds
-        the lines that the files lack.
-        """
-        unwritten: dict[str, Any] = {}
-        if self._unwritten:
-            unwritten[_UNWRITTEN] = dict(self._unwritten)
-        if self._writer is None:
-            return unwritten
-        records_hash = self._writer.hash.copy()
-        unwritten_rows = records.split_lines(self._unwritten.get(records.RECORDS_FILE, ""))
-        for record in records.decode_records(unwritten_rows, records.RECORDS_FILE):
-            records_hash.add(record)
-        last = records_hash.last
+    def _last_final_step(self, step: int, last: records.Record | None) -> int:
+        """As in MetricsRecorder: a later start may add an evaluation to the last record if the record has none."""
         if last is not None and self._evaluates and records.mean_accuracy(last) is None:
-            step = min(step, records.step_of(last) - 1)
-        return {"step": step, "sha256": records_hash.until(step), **unwritten}
+            return min(step, records.step_of(last) - 1)
+        return step
 
     def carry_over(self, values: Mapping[str, float]) -> None:
         """Keep the counts in ``values`` for the next record.
@@ -227,21 +301,13 @@ class Recorder(Closing):
         for name, count in self._carried_counts.items():
             figures[name] = figures.get(name, 0) + count
         self._carried_counts = {}
-        if self._writer is not None:
-            record = {**figures, "weight_version": step}
-            line = records.encode_record(step, record) + "\n"
-            write = partial(self._writer.append, step, line)
-            self._write_or_keep("metrics", records.RECORDS_FILE, line, write)
-            if self._trackers is not None:
-                self._trackers.scalars(step, record)
+        super().write(step, {**figures, "weight_version": step})
         self._console.print_step(step, figures)
 
     def write_masked_tokens(self, step: int, tokens: Sequence[MaskedToken]) -> None:
         """Write the tokens that the step's mask blocked most often."""
-        if self._masked is None:
-            return
         rows = [{**token, "text": self._text_of([token["id"]])} for token in tokens]
-        self._append(self._masked, [{"step": step, "tokens": rows}], "masked tokens")
+        self._append(records.MASKED_TOKENS_FILE, [{"step": step, "tokens": rows}], "masked tokens")
 
     def write_environment_faults(self, step: int, environment: str, faults: Counter[str]) -> None:
         """Write the environment's ``faults`` since the last call: reason -> count."""
@@ -254,12 +320,12 @@ class Recorder(Closing):
                 reason = OTHER_REASONS
             counts[reason] += count
         line = {"step": step, "environment": environment, "faults": counts}
-        self._append(self._faults, [line], "faults of environments")
+        self._append(records.ENVIRONMENT_FAULTS_FILE, [line], "faults of environments")
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Write ``samples``. Every ``show_sample_every`` training steps, also print one sample."""
         lines = [sample.to_json() for sample in samples]
-        self._append(self._samples, lines, "samples")
+        self._append(records.SAMPLES_FILE, lines, "samples")
         if samples and self._trackers is not None:
             self._trackers.samples(samples[0].step, lines)
         every = self._run.show_sample_every
@@ -270,47 +336,15 @@ class Recorder(Closing):
             index = times_printed % len(training_samples)
             self._console.note(console_lines(training_samples[index]))
 
-    def _append(
-        self, file: records.StepLines | None, lines: Sequence[Mapping[str, Any]], content: str
-    ) -> None:
-        """Append ``lines`` to ``file``; do nothing on ranks other than 0, where ``file`` is None.
+    def _append(self, name: str, lines: Sequence[Mapping[str, Any]], content: str) -> None:
+        """Append ``lines`` to the file ``name``; do nothing on ranks other than 0, which have no file.
 
         ``content``: what the lines are, for errors.
         """
+        file = self._lines.get(name)
         if file is not None:
             text = records.encode_lines(lines)
-            self._write_or_keep(content, file.path.name, text, partial(file.append, text))
-
-    def _write_or_keep(self, content: str, name: str, text: str, write: Callable[[], None]) -> None:
-        """Call ``write`` to append ``text`` to the file ``name``; keep ``text`` if this or an earlier write failed."""
-        if self.failure is None:
-            with self._keeping_failure(content):
-                write()
-        if self.failure is not None:
-            self._unwritten[name] = self._unwritten.get(name, "") + text
-
-    @contextmanager
-    def _writing(self, content: str) -> Iterator[None]:
-        """Wrap each change of files. Raises RecordingError, whose text begins with ``content``, if the block fails."""
-        if self._fence is not None:
-            self._fence()
-        try:
-            yield
-        except OSError as error:
-            directory = self._run.directory
-            raise RecordingError(f"{content} in {directory}: {error.strerror}") from error
-
-    @contextmanager
-    def _keeping_failure(self, content: str) -> Iterator[None]:
-        """Wrap a change of files within a step, and keep the error in ``failure``.
-
-        If only rank 0 raised the error, the other ranks would wait in a collective.
-        """
-        try:
-            with self._writing(content):
-                yield
-        except RecordingError as error:
-            self.failure = error
+            self._write_or_keep(content, name, text, partial(file.append, text))
 
     def finish(self, hf_export_max_logprob_diff: float | None) -> None:
         """Write ``report.png`` and ``summary.json``, and finish the trackers."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-
-import torch
 
 from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.config.schema import TrainConfig
@@ -16,11 +13,11 @@ from megatron_dppo.data.seal import Seal
 from megatron_dppo.engine import held_tensors
 from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.fleet.membership import EngineUnavailableError
-from megatron_dppo.logging import FAILED, fatal, note_failure
+from megatron_dppo.logging import note_failure
 from megatron_dppo.loop.batch_generation import BatchGeneration
 from megatron_dppo.loop.batch_training import BatchTraining
 from megatron_dppo.loop.checkpoints import RunCheckpoints
-from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
+from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, rank_of_run
 from megatron_dppo.loop.evaluation import Evaluations, Evaluator
 from megatron_dppo.loop.frequency_canary import FrequencyError
 from megatron_dppo.loop.gap_guard import GapError
@@ -45,7 +42,6 @@ from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.hub_download import check_download
 from megatron_dppo.rewards import RewardUnavailableError
 from megatron_dppo.spec import RunSpec
-from megatron_dppo.system.errors import AlteredMemoryError, RunError
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.trainer.checkpoint.directory import suspect_folder
 from megatron_dppo.trainer.collectives import any_rank, on_rank_0
@@ -64,17 +60,8 @@ log = logging.getLogger(__name__)
 
 def run_rank(config: TrainConfig, spec: RunSpec) -> None:
     """Train until ``run.steps`` or until a clean stop, and leave a checkpoint behind. Collective over all ranks."""
-    stop = StopFlag().install()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    try:
-        data = RunData(config)
-        with run_fence(config.run.directory) as fence, ExitStack() as stack:
-            Run(config, spec, data, stop, fence, stack).to_the_end()
-    except AlteredMemoryError as error:
-        # No user can correct the error, and the newest checkpoint is whole: the ranks may start again from it.
-        fatal(f"{type(error).__name__}: {error}", FAILED)
-    except RunError as error:
-        fatal(f"{type(error).__name__}: {error}")
+    with rank_of_run(config.run.directory) as (stop, fence, stack):
+        Run(config, spec, RunData(config), stop, fence, stack).to_the_end()
 
 
 def _require_services(config: TrainConfig) -> None:

@@ -7,13 +7,12 @@ run goes on from its newest checkpoint, and computes what an uninterrupted run c
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 import xxhash
 
 from megatron_dppo.algorithms.likelihood import negative_log_likelihood
@@ -23,19 +22,17 @@ from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.data.problems import Turns, TurnSets
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.logging import fatal
 from megatron_dppo.loop.batch_layout import BatchLayout
 from megatron_dppo.loop.checkpoints import RunCheckpoints
-from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
-from megatron_dppo.loop.recorder import RecordingError, opened_trackers
+from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, rank_of_run
+from megatron_dppo.loop.recorder import MetricsRecorder, RecordingError
 from megatron_dppo.loop.run_state import last_due
 from megatron_dppo.metrics import records
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.system.errors import RunError
-from megatron_dppo.trainer.collectives import all_gather_json, any_rank
+from megatron_dppo.trainer.collectives import all_gather_json, any_rank, on_rank_0
 from megatron_dppo.trainer.run_export import export
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
@@ -44,18 +41,12 @@ from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 log = logging.getLogger(__name__)
 
 
-def run_supervised_rank(config: SupervisedConfig, data: TurnSets) -> None:
-    """Train until ``run.steps`` or until a clean stop, and leave a checkpoint behind. Collective over all ranks.
-
-    Errors that the user can correct end the process with a message.
-    """
-    stop = StopFlag().install()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    try:
-        with run_fence(config.run.directory) as fence, ExitStack() as stack:
-            SupervisedRun(config, data, stop, fence, stack).to_the_end()
-    except RunError as error:
-        fatal(f"{type(error).__name__}: {error}")
+def run_supervised_rank(
+    config: SupervisedConfig, load_data: Callable[[SupervisedConfig], TurnSets]
+) -> None:
+    """Train until ``run.steps`` or until a clean stop, and leave a checkpoint behind. Collective over all ranks."""
+    with rank_of_run(config.run.directory) as (stop, fence, stack):
+        SupervisedRun(config, load_data(config), stop, fence, stack).to_the_end()
 
 
 class SupervisedRun:
@@ -92,26 +83,30 @@ class SupervisedRun:
         self._state = self._checkpoints.resume(self._sampler, _identity(config, data.train))
         if self._state.step == 0:
             self._require_no_export()
-        directory = config.run.directory
-        self._writer: records.MetricsWriter | None = None
-        if self._trainer.topology.rank == 0:
-            # A new run also writes the record of step 0.
-            resume_step = self._state.step + 1 if self._state.step else 0
-            self._writer = records.MetricsWriter(directory, resume_step)
-            self._trackers = stack.enter_context(
-                opened_trackers(config.run, config.tracking, config.model_dump(), resume_step)
+        self._recorder = stack.enter_context(
+            MetricsRecorder(
+                config.run,
+                self._trainer.topology.rank,
+                self._state.step,
+                fence=fence.check,
+                mark=self._state.records,
+                tracking=config.tracking,
+                config=config.model_dump(),
             )
+        )
 
     def to_the_end(self) -> None:
         """Train until the last step or until a stop, and leave a checkpoint behind."""
         try:
             self._train()
         except RunStoppedError as stopped:
-            self._save()
-            self._finish_checkpoint()
+            self._leave_checkpoint()
             log.info("%s; the same command resumes after step %d", stopped, self._state.step)
             return
-        self._finish_checkpoint()
+        except RecordingError:
+            self._leave_checkpoint()
+            raise
+        self._leave_checkpoint()
         self._fence.check_together()
         with patience("others export"):
             export(self._config.run.directory, self._trainer, None)
@@ -184,16 +179,8 @@ class SupervisedRun:
     def _record(self, values: Mapping[str, float]) -> None:
         """Write the metrics of the present step, with the seconds of its phases. Raises RecordingError."""
         figures = {**values, **self._checkpoints.store.figures(), **self._timer.finish_step()}
-        if self._writer is None:
-            return
-        self._fence.check()
-        try:
-            self._writer.write(self._state.step, figures)
-        except OSError as error:
-            raise RecordingError(
-                f"{self._config.run.directory}/{records.RECORDS_FILE}: {error.strerror}"
-            ) from error
-        self._trackers.scalars(self._state.step, figures)
+        self._recorder.write(self._state.step, figures)
+        self._recorder.check()
 
     def _require_no_export(self) -> None:
         """Raise CheckpointError if an export is there, and no checkpoint that it belongs to."""
@@ -202,13 +189,16 @@ class SupervisedRun:
             raise CheckpointError(f"{out}: there already; remove it, or name another run.directory")
 
     def _save(self) -> None:
-        """Start writing a checkpoint of this step, unless there is one; the previous checkpoint is complete before."""
-        if self._state.step == self._checkpoints.saved_step:
-            return
+        """Start writing a checkpoint of this step, after the previous checkpoint is complete."""
+        state = self._state
         with self._timer("checkpoint"), patience("others save"):
-            self._checkpoints.save(self._state, self._trainer.weights_digest())
+            state.records = on_rank_0(partial(self._recorder.mark, state.step))
+            self._checkpoints.save(state, self._trainer.weights_digest())
 
-    def _finish_checkpoint(self) -> None:
+    def _leave_checkpoint(self) -> None:
+        """Leave a complete checkpoint of this step, unless the run has made no step."""
+        if self._state.step > self._checkpoints.saved_step:
+            self._save()
         with patience("others save"):
             self._checkpoints.store.finish()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,26 @@ def test_the_held_out_loss_is_that_of_transformers(config, stopped_run):
     first = records_of(stopped_run[0])[0]
     assert first["step"] == 0
     assert first["evaluation/sums/nll"] == pytest.approx(total / count, abs=1e-5)
+
+
+def test_a_full_disk_ends_the_run_with_a_checkpoint_that_has_the_unwritten_record(config, tmp_path):
+    """The start that resumes writes the record, so that no step lacks one."""
+    directory = tmp_path / "run"
+    written = tmp_path / "written.jsonl"
+    with supervised_run(config, directory, "run.steps=100000") as run:
+        run.wait_for_step(2)
+        (tmp_path / "full").symlink_to("/dev/full")
+        os.link(directory / "metrics.jsonl", written)
+        (tmp_path / "full").replace(directory / "metrics.jsonl")
+        run.finish(code=1)
+    assert "RecordingError: metrics in" in run.text
+    written.replace(directory / "metrics.jsonl")
+    (checkpoint,) = (directory / "checkpoints").iterdir()
+    stopped_at = int(checkpoint.name.removeprefix("step_"))
+    assert steps_of(directory) == list(range(stopped_at))
+    with supervised_run(config, directory, f"run.steps={stopped_at + 1}") as run:
+        run.finish()
+    assert steps_of(directory) == list(range(stopped_at + 2))
 
 
 def test_a_checkpoint_of_other_pairs_is_refused(config, stopped_run, tmp_path):

@@ -4,9 +4,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from megatron_dppo import train
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.machine import Machine, allocator_faults, expandable_segments
+from megatron_dppo.launch import rank_start
 from megatron_dppo.trainer.platform import set_missing_variables
 
 
@@ -65,9 +65,9 @@ def test_a_rank_on_a_gpu_allocates_expandable_segments_unless_told_otherwise(
     for gpus in (0, 1):
         environment = dict(given)
         machine = Machine(cores=1, gpus=gpus, memory_bytes=1, open_files=1)
-        monkeypatch.setattr(train, "this_machine", lambda machine=machine: machine)
-        monkeypatch.setattr(train.os, "environ", environment)
-        train._prepare_environment(strategy, {})
+        monkeypatch.setattr(rank_start, "this_machine", lambda machine=machine: machine)
+        monkeypatch.setattr(rank_start.os, "environ", environment)
+        rank_start.prepare_environment(strategy, {})
         assert environment == (found if gpus else given)
 
 
@@ -75,6 +75,6 @@ def test_a_rank_refuses_what_its_container_set(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     for gpus, refused in ((0, False), (1, True)):
         machine = Machine(cores=1, gpus=gpus, memory_bytes=1, open_files=1)
-        monkeypatch.setattr(train, "this_machine", lambda machine=machine: machine)
+        monkeypatch.setattr(rank_start, "this_machine", lambda machine=machine: machine)
         with pytest.raises(ConfigError) if refused else nullcontext():
-            train._prepare_environment("tensor", {})
+            rank_start.prepare_environment("tensor", {})
