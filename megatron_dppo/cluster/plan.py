@@ -498,7 +498,7 @@ def _weights(question: Question, options: argparse.Namespace) -> int:
             ],
             options.recipe,
         )
-    plan = weight_plan(facts)
+    plan = weight_plan(facts, question.cluster)
     if options.json:
         print(json.dumps(asdict(plan), indent=1))
     else:

@@ -516,7 +516,7 @@ class WeightSyncConfig(Section):
     """Largest mean difference of the log-probabilities, nats, that the canary accepts as rounding. Empty: by the
     dtype of the weights; docs/weight_sync.md.
     """
-    directory: str | None = None
+    directory: str | None = Field(default=None, min_length=1)
     """Folder of the strategy ``disk``; trainer and engines must see it under the same path. Empty: ``/dev/shm``, for
     engines on the trainer's host.
     """

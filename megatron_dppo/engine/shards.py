@@ -14,8 +14,9 @@ The part for NCCL is not yet run on a GPU.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -34,13 +35,13 @@ from megatron_dppo.engine.changes import (
 )
 from megatron_dppo.engine.checksums import EngineTensors
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.links import BUSY_CONNECT_S, Link, Operation, connect_store
+from megatron_dppo.engine.links import BUSY_CONNECT_S, Link, connect_store
 from megatron_dppo.engine.weight_groups import limit_of
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import Segment
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
-from megatron_dppo.model.shard_plan import Message, ShardPlan, Slice, shard_plan
+from megatron_dppo.model.shard_plan import Message, MessageKey, ShardPlan, Slice, shard_plan
 
 WHOLE = -1
 """Sent in place of the number of changes of a message that is sent whole."""
@@ -66,6 +67,7 @@ class PlanFacts:
         message_bytes: the largest size of a message.
         dtype: the dtype of the weights, a key of ITEM_BYTES.
         quantized: whether linear layers and experts of the servers are block FP8.
+        hosts: the number of each server's host. By default each server has a host of its own.
     """
 
     layout: Layout
@@ -73,6 +75,7 @@ class PlanFacts:
     message_bytes: int
     dtype: str
     quantized: bool
+    hosts: tuple[int, ...] = ()
 
     def plan(self, shape: ModelShape) -> ShardPlan:
         return shard_plan(
@@ -82,6 +85,7 @@ class PlanFacts:
             self.message_bytes,
             ITEM_BYTES[self.dtype],
             quantized=self.quantized,
+            hosts=self.hosts,
         )
 
 
@@ -131,40 +135,33 @@ class SharedInstruction:
 SHARED_INSTRUCTION = TypeAdapter(SharedInstruction)
 
 
-class ShardStep(NamedTuple):
+@dataclass
+class ShardStep:
     """What an engine rank does in a step of the plan.
 
     Attributes:
-        incoming: the message that it receives, or None.
-        source: rank in the group of the message's sender.
-        target: rank in the group that it sends the message of the step before to, or None.
+        receives: the messages that it receives, each with the sender's rank in the group.
+        sends: the messages of the step before that it sends on, each with the receiver's rank in the group.
     """
 
-    incoming: Message | None
-    source: int
-    target: int | None
+    receives: list[tuple[Message, int]] = field(default_factory=list)
+    sends: list[tuple[Message, int]] = field(default_factory=list)
 
 
 def steps_of(plan: ShardPlan, rank: int) -> list[ShardStep]:
     """Return the steps of an engine rank. In the group the plan's trainer ranks come before the engine ranks."""
     first_engine = len(plan.members)
-    incoming: dict[int, tuple[Message, int]] = {}
-    targets: dict[int, int] = {}
-    for message in plan.messages:
-        if rank not in message.column:
-            continue
-        number = message.column.index(rank)
-        source = plan.members.index(message.sender)
-        if number:
-            source = first_engine + message.column[number - 1]
-        incoming[message.step + number] = (message, source)
-        if number + 1 < len(message.column):
-            targets[message.step + number + 1] = first_engine + message.column[number + 1]
-    steps: list[ShardStep] = []
-    for step in sorted({*incoming, *targets}):
-        message_or_none, source = incoming.get(step, (None, 0))
-        steps.append(ShardStep(message_or_none, source, targets.get(step)))
-    return steps
+    group_ranks = {("trainer", member): number for number, member in enumerate(plan.members)}
+    for engine_rank in range(len(plan.hosts)):
+        group_ranks["engine", engine_rank] = first_engine + engine_rank
+    steps: dict[int, ShardStep] = defaultdict(ShardStep)
+    for message, hop in plan.hops:
+        step = message.step + hop.steps
+        if hop.receiver == rank:
+            steps[step].receives.append((message, group_ranks[hop.sender_kind, hop.sender]))
+        if (hop.sender_kind, hop.sender) == ("engine", rank):
+            steps[step].sends.append((message, group_ranks["engine", hop.receiver]))
+    return [steps[step] for step in sorted(steps)]
 
 
 @lru_cache(maxsize=1)
@@ -177,10 +174,10 @@ def _own_steps(shape: ModelShape, facts: PlanFacts, group_rank: int) -> tuple[st
 @lru_cache(maxsize=1)
 def _own_messages(
     shape: ModelShape, facts: PlanFacts, rank: int
-) -> tuple[str, dict[tuple[int, int], Message]]:
+) -> tuple[str, dict[MessageKey, Message]]:
     """Return the fingerprint of the plan, and the messages of an engine rank, by sender and step."""
     plan = facts.plan(shape)
-    own = {(m.sender, m.step): m for m in plan.messages if rank in m.column}
+    own = {message.key: message for message in plan.messages if rank in message.column}
     return plan.fingerprint, own
 
 
@@ -299,18 +296,17 @@ class MessagePlacements:
         self.blocks = blocks
         self._sent_dtype = table.sent_dtype
         self._fingerprint = ""
-        self._placements: dict[tuple[int, int], MessagePlacement] = {}
+        self._placements: dict[MessageKey, MessagePlacement] = {}
 
     def of(self, fingerprint: str, message: Message, dtype: torch.dtype) -> MessagePlacement:
         """Return the placement of a message of the plan with this fingerprint. ``dtype``: the dtype of the weights."""
         if fingerprint != self._fingerprint:
             self._fingerprint = fingerprint
             self._placements.clear()
-        key = (message.sender, message.step)
-        if key not in self._placements:
+        if message.key not in self._placements:
             dtype_of = partial(self._sent_dtype, weights_dtype=dtype)
-            self._placements[key] = MessagePlacement(message, self.blocks, dtype_of)
-        return self._placements[key]
+            self._placements[message.key] = MessagePlacement(message, self.blocks, dtype_of)
+        return self._placements[message.key]
 
     @property
     def device(self) -> torch.device:
@@ -395,7 +391,7 @@ class IncomingShards(Incoming):
     def receive(
         self, placements: MessagePlacements, *, keeps_whole: bool = False
     ) -> list[Callable[[], None]]:
-        """Receive this rank's messages step by step. While a message is copied, the next one is on its way."""
+        """Receive this rank's messages step by step. While messages are copied, the next ones are on their way."""
         instruction = self._instruction
         fingerprint, steps = _own_steps(placements.shape, instruction.facts, self._group.rank())
         _check_fingerprint(fingerprint, instruction.fingerprint)
@@ -403,41 +399,62 @@ class IncomingShards(Incoming):
         store = connect_store(instruction.address, instruction.port, BUSY_CONNECT_S)
         link = Link(self._group, store, self._limit, device)
         kept: list[Callable[[], None]] = []
-        buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-        last: _Received | None = None
+        buffers = _Buffers(device)
+        last: dict[MessageKey, _Received] = {}
         for step in steps:
-            placement = None
-            if step.incoming is not None:
-                placement = placements.of(fingerprint, step.incoming, self.dtype)
-            buffers.reverse()
-            count = WHOLE
+            counts = [WHOLE] * len(step.receives)
             if instruction.has_changes:
-                count = self._exchange_counts(link, step, last, device)
-            received = None
-            if placement is not None:
-                received = _receive_buffer(placement, count, buffers)
-            exchanged = link.start(_outgoing(step, last), _incoming(step, received))
-            if last is not None:
-                kept += last.load(keeps_whole=keeps_whole)
+                counts = self._exchange_counts(link, step, last, device)
+            received: dict[MessageKey, _Received] = {}
+            for (message, _), count in zip(step.receives, counts, strict=True):
+                placement = placements.of(fingerprint, message, self.dtype)
+                buffer = buffers.take(_sent_bytes(message, count))
+                received[message.key] = _Received(placement, buffer, count)
+            sends = [(last[m.key].data, target) for m, target in step.sends]
+            receives = [(received[m.key].data, source) for m, source in step.receives]
+            exchanged = link.start(sends, receives)
+            kept += _load(last, keeps_whole=keeps_whole)
             link.wait(exchanged)
+            for placed in last.values():
+                buffers.give_back(placed.data)
             last = received
-        if last is not None:
-            kept += last.load(keeps_whole=keeps_whole)
+        kept += _load(last, keeps_whole=keeps_whole)
         return kept
 
     def _exchange_counts(
-        self, link: Link, step: ShardStep, last: _Received | None, device: torch.device
-    ) -> int:
-        """Exchange the numbers of changes of a step's messages. Returns the number of the incoming message."""
+        self,
+        link: Link,
+        step: ShardStep,
+        last: Mapping[MessageKey, _Received],
+        device: torch.device,
+    ) -> list[int]:
+        """Exchange the numbers of changes of a step's messages. Returns those of the incoming messages."""
         sends = []
-        if step.target is not None and last is not None:
-            sends.append((torch.tensor([last.changed], device=device), step.target))
-        receives = []
-        count = torch.zeros(1, dtype=torch.int64, device=device)
-        if step.incoming is not None:
-            receives.append((count, step.source))
-        link.wait(link.start(sends, receives))
-        return int(count)
+        for message, target in step.sends:
+            sends.append((torch.tensor([last[message.key].changed], device=device), target))
+        counts = torch.zeros(len(step.receives), 1, dtype=torch.int64, device=device)
+        sources = [source for _, source in step.receives]
+        link.wait(link.start(sends, list(zip(counts, sources, strict=True))))
+        return counts[:, 0].tolist()
+
+
+class _Buffers:
+    """Memory for messages, which is used again once a message is placed and sent on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._unused = torch.empty(0, dtype=torch.uint8, device=device)
+        self._spare: list[Tensor] = []
+
+    def take(self, size: int) -> Tensor:
+        """Return ``size`` flat bytes."""
+        buffer = self._spare.pop() if self._spare else self._unused
+        if buffer.untyped_storage().nbytes() < size:
+            buffer = buffer.new_empty(size)
+        return buffer.as_strided((size,), (1,), 0)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let later messages use the memory of ``buffer``, which ``take`` returned."""
+        self._spare.append(buffer)
 
 
 class _Received(NamedTuple):
@@ -469,19 +486,11 @@ def _sent_bytes(message: Message, changed: int) -> int:
     return sum(changes_bytes(changed, message.item_bytes))
 
 
-def _receive_buffer(placement: MessagePlacement, count: int, buffers: list[Tensor]) -> _Received:
-    """Return the step's message with memory for its bytes, a part of ``buffers[0]``."""
-    size = _sent_bytes(placement.message, count)
-    if buffers[0].numel() < size:
-        buffers[0] = buffers[0].new_empty(size)
-    return _Received(placement, buffers[0][:size], count)
-
-
-def _outgoing(step: ShardStep, last: _Received | None) -> list[Operation]:
-    if step.target is None or last is None:
-        return []
-    return [(last.data, step.target)]
-
-
-def _incoming(step: ShardStep, received: _Received | None) -> list[Operation]:
-    return [] if received is None else [(received.data, step.source)]
+def _load(
+    messages: Mapping[MessageKey, _Received], *, keeps_whole: bool
+) -> list[Callable[[], None]]:
+    """Place all messages; see ``_Received.load``."""
+    kept: list[Callable[[], None]] = []
+    for message in messages.values():
+        kept += message.load(keeps_whole=keeps_whole)
+    return kept

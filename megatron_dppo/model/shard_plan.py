@@ -5,12 +5,15 @@ of the tensor. The engine ranks that hold equal blocks, in one server or in seve
 slices for one column into a message, and sends the message to the column's first rank. Each rank of the column sends
 the message on to the next. Trainer ranks and engines compute the plan from the same facts, so only weights are sent.
 
+A column visits each host once. If several ranks of a host hold equal blocks, they take turns: of n ranks, each receives
+every n-th message through its network port, and the others from a rank of its host. So all ports of the host work.
+
 If several trainer ranks hold a piece, they share its bytes: the slices of all pieces with the same holders are put in a
 row, and the row is cut into equal parts, one for each holder. So a column receives from few senders, and each holder
 sends equally much.
 
-The messages have steps. In a step each rank sends at most one message, and receives at most one. A rank that handles
-its messages in the order of their steps never waits for itself.
+The messages have steps. In a step each rank sends at most one message within its host and one over the network, and
+receives as many. A rank that handles its messages in the order of their steps never waits for itself.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -37,7 +40,10 @@ from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.model.splits import Dims
 
 Column = tuple[int, ...]
-"""Engine ranks that hold equal blocks. The ranks of all servers are numbered in the order of the servers."""
+"""Engine ranks that hold equal blocks, in the order in which a message visits them. The ranks of all servers are
+numbered in the order of the servers."""
+MessageKey = tuple[int, int]
+"""Sender and step of a message, which identify it."""
 _CUT = 128
 """A slice that is too large for a message is cut at multiples of this number of indices."""
 
@@ -115,9 +121,38 @@ class Message:
     step: int = 0
 
     @property
+    def key(self) -> MessageKey:
+        return self.sender, self.step
+
+    @property
     def item_bytes(self) -> int:
         """The size of the smallest items. The message has a whole number of such items."""
         return self.slices[-1].item_bytes
+
+
+class Hop(NamedTuple):
+    """The way of a message from one rank to the next.
+
+    Attributes:
+        steps: the number of steps after the message's own step.
+        sender_kind: "trainer" or "engine".
+        sender: the rank that sends.
+        receiver: the engine rank that receives.
+        is_local: whether both are engine ranks of one host.
+    """
+
+    steps: int
+    sender_kind: str
+    sender: int
+    receiver: int
+    is_local: bool
+
+
+def hops_of(message: Message, hosts: Sequence[int]) -> Iterator[Hop]:
+    """Yield the hops of a message. ``hosts``: the number of each engine rank's host."""
+    yield Hop(0, "trainer", message.sender, message.column[0], is_local=False)
+    for number, (sender, receiver) in enumerate(pairwise(message.column), start=1):
+        yield Hop(number, "engine", sender, receiver, hosts[sender] == hosts[receiver])
 
 
 @dataclass(frozen=True)
@@ -126,11 +161,13 @@ class ShardPlan:
 
     Attributes:
         messages: the messages.
+        hosts: for each engine rank, the number of its host.
         kept: for each engine rank, the bytes of weights that it holds; an element that it holds twice counts once. No
             plan moves fewer bytes to the rank.
     """
 
     messages: tuple[Message, ...]
+    hosts: tuple[int, ...]
     kept: tuple[int, ...]
 
     @cached_property
@@ -174,22 +211,24 @@ class ShardPlan:
         return received
 
     @property
+    def hops(self) -> Iterator[tuple[Message, Hop]]:
+        """All hops of all messages."""
+        for message in self.messages:
+            for hop in hops_of(message, self.hosts):
+                yield message, hop
+
+    @property
     def connections(self) -> set[tuple[str, int, int]]:
         """The pairs of ranks that exchange messages: ("trainer" or "engine", sending rank, receiving rank)."""
-        pairs: set[tuple[str, int, int]] = set()
-        for message in self.messages:
-            pairs.add(("trainer", message.sender, message.column[0]))
-            for rank, next_rank in zip(message.column, message.column[1:], strict=False):
-                pairs.add(("engine", rank, next_rank))
-        return pairs
+        return {(hop.sender_kind, hop.sender, hop.receiver) for _, hop in self.hops}
 
     @property
     def step_bytes(self) -> list[int]:
-        """For each step, the size of its largest message."""
-        largest: dict[int, int] = defaultdict(int)
-        for message in self.messages:
-            for number in range(len(message.column)):
-                step = message.step + number
+        """For each step, the size of the largest message that a rank receives over the network."""
+        largest = Counter[int]()
+        for message, hop in self.hops:
+            if not hop.is_local:
+                step = message.step + hop.steps
                 largest[step] = max(largest[step], message.bytes)
         return [largest[step] for step in sorted(largest)]
 
@@ -202,6 +241,7 @@ def shard_plan(
     item_bytes: int,
     *,
     quantized: bool = False,
+    hosts: Sequence[int] = (),
 ) -> ShardPlan:
     """Plan an update of ``servers`` in messages of at most ``message_bytes``. One index of a slice may be larger.
 
@@ -212,7 +252,11 @@ def shard_plan(
         message_bytes: Largest size of a message.
         item_bytes: Bytes of an element of the model's type.
         quantized: Whether linear layers and experts of the servers are block FP8.
+        hosts: The number of each server's host. By default each server has a host of its own.
     """
+    rank_hosts: list[int] = []
+    for server, host in zip(servers, hosts or range(len(servers)), strict=True):
+        rank_hosts += [host] * server.tensor
     columns = _columns(shape, servers, quantized=quantized)
     order = _engine_order(shape, servers, quantized=quantized)
     slices: dict[range, dict[Column, list[_Sized]]] = {}
@@ -239,10 +283,11 @@ def shard_plan(
         for number, group in enumerate(_groups(pair_slices, message_bytes)):
             messages.append((number, _message(sender, column, group)))
     messages.sort(key=lambda entry: (entry[0], entry[1].sender, entry[1].column))
-    ranks = sum(server.tensor for server in servers)
+    turned = _with_turns((message for _, message in messages), rank_hosts)
     return ShardPlan(
-        tuple(_with_steps(message for _, message in messages)),
-        tuple(kept[rank] for rank in range(ranks)),
+        tuple(_with_steps(turned, rank_hosts)),
+        tuple(rank_hosts),
+        tuple(kept[rank] for rank in range(len(rank_hosts))),
     )
 
 
@@ -429,26 +474,38 @@ def _groups(slices: Iterable[_Sized], message_bytes: int) -> Iterator[list[_Size
         yield group
 
 
-def _with_steps(messages: Iterable[Message]) -> list[Message]:
+def _with_turns(messages: Iterable[Message], hosts: Sequence[int]) -> Iterator[Message]:
+    """Order the ranks of each message's column by hosts. In every host, another rank comes first with each message."""
+    turns = Counter[Column]()
+    for message in messages:
+        by_host: dict[int, list[int]] = {}
+        for rank in message.column:
+            by_host.setdefault(hosts[rank], []).append(rank)
+        column: list[int] = []
+        for ranks in by_host.values():
+            first = turns[message.column] % len(ranks)
+            column += ranks[first:] + ranks[:first]
+        turns[message.column] += 1
+        yield replace(message, column=tuple(column))
+
+
+def _with_steps(messages: Iterable[Message], hosts: Sequence[int]) -> list[Message]:
     """Give each message the first step in which its ranks are free, and return the messages in the order of steps."""
-    # Bit t of a number is 1 if the rank sends, or receives, in step t.
-    trainer_sends: dict[int, int] = defaultdict(int)
-    engine_sends: dict[int, int] = defaultdict(int)
-    engine_receives: dict[int, int] = defaultdict(int)
+    # Bit t of a number is 1 if the rank sends, or receives, in step t. Key: the rank, and whether the hop is local.
+    sends: dict[tuple[str, int, bool], int] = defaultdict(int)
+    receives: dict[tuple[int, bool], int] = defaultdict(int)
     planned: list[Message] = []
     for message in messages:
-        taken = trainer_sends[message.sender]
-        for number, rank in enumerate(message.column):
-            taken |= engine_receives[rank] >> number
-            if number + 1 < len(message.column):
-                taken |= engine_sends[rank] >> (number + 1)
+        hops = list(hops_of(message, hosts))
+        taken = 0
+        for hop in hops:
+            taken |= sends[hop.sender_kind, hop.sender, hop.is_local] >> hop.steps
+            taken |= receives[hop.receiver, hop.is_local] >> hop.steps
         # The position of the lowest bit that is 0.
         step = (~taken & (taken + 1)).bit_length() - 1
-        trainer_sends[message.sender] |= 1 << step
-        for number, rank in enumerate(message.column):
-            engine_receives[rank] |= 1 << (step + number)
-            if number + 1 < len(message.column):
-                engine_sends[rank] |= 1 << (step + number + 1)
+        for hop in hops:
+            sends[hop.sender_kind, hop.sender, hop.is_local] |= 1 << (step + hop.steps)
+            receives[hop.receiver, hop.is_local] |= 1 << (step + hop.steps)
         planned.append(replace(message, step=step))
     planned.sort(key=lambda message: message.step)
     return planned
@@ -465,21 +522,21 @@ def prove_shards(
     """Check that every element of every engine tensor arrives exactly once, from a rank that holds it. Raises
     ProofError.
 
-    Also check that the steps of each rank's messages differ. ``megatron_dppo.model.resharding`` proves that the pieces
-    and the engine's blocks tile the tensors.
+    Also check that each rank sends and receives at most one message in a step, locally and over the network.
+    ``megatron_dppo.model.resharding`` proves that the pieces and the engine's blocks tile the tensors.
     """
     arrived: dict[Segment, dict[Column, list[Segment]]] = defaultdict(dict)
-    steps = Counter[tuple[str, int, int]]()
+    steps = Counter[tuple[str, int, int, bool]]()
+    for message, hop in plan.hops:
+        step = message.step + hop.steps
+        steps[f"{hop.sender_kind} sends", hop.sender, step, hop.is_local] += 1
+        steps["engine receives", hop.receiver, step, hop.is_local] += 1
     for message in plan.messages:
-        steps["trainer sends", message.sender, message.step] += 1
-        for number, rank in enumerate(message.column):
-            steps["engine receives", rank, message.step + number] += 1
-            if number:
-                steps["engine sends", message.column[number - 1], message.step + number] += 1
+        ranks = tuple(sorted(message.column))
         for part in message.slices:
             _check_slice(part, message.sender)
-            arrived[part.block].setdefault(message.column, []).append(part.block_part)
-    for (action, rank, step), count in steps.items():
+            arrived[part.block].setdefault(ranks, []).append(part.block_part)
+    for (action, rank, step, _), count in steps.items():
         if count > 1:
             raise ProofError(f"{action}: rank {rank} has {count} messages in step {step}")
     dims_of = mapping.hf_tensors(shape)

@@ -7,7 +7,8 @@ import asyncio
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.weight_sync.engines import ENGINE_FAULTS, local_address, on_this_host
+from megatron_dppo.weight_sync.engines import ENGINE_FAULTS, local_address
+from megatron_dppo.weight_sync.strategies import STRATEGIES
 from megatron_dppo.weight_sync.weight_group import WeightGroup
 
 REACH_S = 30.0
@@ -18,16 +19,13 @@ async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
     """Raise EngineMismatchError if the configured strategy cannot reach ``engine`` from this process.
 
     With ``distributed`` the server's ranks connect as in an update, with their own NCCL: they join a group
-    of this process, receive a tensor that changes no weight, and leave the group. ``tensor`` needs a
-    server on this host. ``disk`` needs a server on this host, or a configured folder.
+    of this process, receive a tensor that changes no weight, and leave the group.
     """
+    fault = STRATEGIES[config.strategy].reach_fault(engine.url, config)
+    if fault is not None:
+        raise EngineMismatchError(fault)
     if config.strategy == "distributed":
         await _join_and_leave(engine)
-    elif not on_this_host(engine.url) and (config.strategy == "tensor" or not config.directory):
-        raise EngineMismatchError(
-            f"{engine.url} runs on another host than the trainer: weight_sync.strategy {config.strategy} "
-            "can't reach it, expected distributed, or disk with weight_sync.directory"
-        )
 
 
 async def _join_and_leave(engine: EngineWeights) -> None:

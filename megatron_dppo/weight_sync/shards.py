@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -83,6 +84,12 @@ class ServerFacts(NamedTuple):
     def of_json(cls, value: list[Any]) -> ServerFacts:
         urls, layouts, device, quantized = value
         return cls(urls, [EngineLayout(**layout) for layout in layouts], device, quantized)
+
+    def host_numbers(self) -> tuple[int, ...]:
+        """Number the hosts in the servers' URLs, and return the number of each server's host."""
+        names = [urlsplit(url).hostname for url in self.urls]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return tuple(numbers[name] for name in names)
 
     def hosts_of_ranks(self) -> list[str | None]:
         """Return the host of each engine rank's server, its first one; None for this process's host."""
@@ -519,6 +526,7 @@ class ShardStrategy(Strategy):
             self.config.message_bytes(max(layout.tensor for layout in self._servers.layouts)),
             source.dtype_name,
             self._servers.quantized,
+            self._servers.host_numbers(),
         )
         if self.planned is None or self.planned.facts != facts:
             self.planned = Shards(

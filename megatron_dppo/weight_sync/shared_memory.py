@@ -12,11 +12,10 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.shards import SHARED_INSTRUCTION, SharedInstruction
 from megatron_dppo.engine.shared_bytes import SharedBytes, shared_empty
 from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.weight_sync.engines import GRACE_S, Engines, on_this_host
+from megatron_dppo.weight_sync.engines import GRACE_S, on_this_host
 from megatron_dppo.weight_sync.shards import Sent, ShardStrategy
 from megatron_dppo.weight_sync.source import WeightSource
 
@@ -34,16 +33,14 @@ class TensorStrategy(ShardStrategy):
         self.calls_engines = True
         self._requests: dict[str, Future[None]] = {}
 
-    def attach(self, engines: Engines) -> None:
-        """Use ``engines`` from here on. Raises EngineMismatchError for an engine on another host."""
-        for engine in engines.members:
-            if not on_this_host(engine.url):
-                raise EngineMismatchError(
-                    f"weight_sync.strategy tensor: the engine at {engine.url} runs on another host "
-                    f"than trainer rank {self.rank}; memory is shared within one host only, expected "
-                    "strategy distributed or disk"
-                )
-        super().attach(engines)
+    @staticmethod
+    def reach_fault(url: str, config: WeightSyncConfig) -> str | None:
+        if on_this_host(url):
+            return None
+        return (
+            f"weight_sync.strategy tensor: the engine at {url} runs on another host than the trainer, and memory is "
+            "shared within one host only; expected strategy distributed, or disk with weight_sync.directory"
+        )
 
     @property
     def batch_bytes(self) -> int | None:

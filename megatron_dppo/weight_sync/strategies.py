@@ -15,7 +15,6 @@ import torch
 from megatron_dppo.checkpoint_conversion.hf_folder import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.system.scratch import private_name
 from megatron_dppo.weight_sync import verification
 from megatron_dppo.weight_sync.distributed import DistributedStrategy
@@ -30,8 +29,7 @@ class FolderStrategy(Strategy):
     """Rank 0 gathers whole tensors in buckets, and writes a folder on shared storage, which the engines read.
 
     This reaches engines that no group of processes reaches. The folder is removed when the engines have read it. By
-    default it is in this host's memory. So EngineMismatchError is raised if no folder is configured and an engine is on
-    another host.
+    default it is in this host's memory.
 
     Attributes:
         dtype: dtype of the trainer's weights. Some tensors are sent in another dtype (``EngineTensors.sent_dtype``).
@@ -43,14 +41,14 @@ class FolderStrategy(Strategy):
         self.buckets: Plan = source.plan(self.bucket_bytes)
         self._folder: Path | None = None
 
-    def attach(self, engines: Engines) -> None:
-        remote_urls = [e.url for e in engines.members if not on_this_host(e.url)]
-        if remote_urls and self.config.directory is None:
-            raise EngineMismatchError(
-                f"weight_sync.strategy disk: the engine at {remote_urls[0]} runs on another host; expected "
-                "weight_sync.directory, a folder that trainer and engines see under the same path"
-            )
-        super().attach(engines)
+    @staticmethod
+    def reach_fault(url: str, config: WeightSyncConfig) -> str | None:
+        if on_this_host(url) or config.directory is not None:
+            return None
+        return (
+            f"weight_sync.strategy disk: the engine at {url} runs on another host than the trainer; expected "
+            "weight_sync.directory, a folder that trainer and engines see under the same path"
+        )
 
     def stream(
         self, source: WeightSource, phases: Phases, *, verify: bool, sends_changes: bool

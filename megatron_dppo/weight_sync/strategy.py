@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.weight_sync.engines import Digests, Engines
 from megatron_dppo.weight_sync.phases import Phases
 from megatron_dppo.weight_sync.source import WeightSource
@@ -50,11 +51,20 @@ class Strategy:
         self.engines: Engines | None = None
         self.calls_engines = self.rank == 0
 
+    @staticmethod
+    def reach_fault(url: str, config: WeightSyncConfig) -> str | None:
+        """Return why weights cannot be sent from this host to the engine at ``url``; None if its host allows it."""
+        return None
+
     def attach(self, engines: Engines) -> None:
         """Use ``engines`` from here on. Only ranks with ``calls_engines`` call this method.
 
         Raises EngineMismatchError for an engine that this strategy cannot reach.
         """
+        for engine in engines.members:
+            fault = self.reach_fault(engine.url, self.config)
+            if fault is not None:
+                raise EngineMismatchError(fault)
         self.engines = engines
 
     def plan(self, source: WeightSource) -> None:

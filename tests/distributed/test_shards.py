@@ -60,6 +60,7 @@ CASES = {
     ),
     "TP4 ETP2 to TP4": (Layout(tensor=4, expert=2, expert_tensor=2), [EngineLayout(4)]),
     "CP2 DP2 to servers of several layouts": (Layout(context=2, data=2), [ONE, TWO]),
+    "DP2 to two servers on each of two hosts": (Layout(data=2), [ONE] * 4),
 }
 # Pieces of 64 rows or columns, and of 192, are no whole blocks of block FP8.
 FP8_CASES = {
@@ -197,6 +198,7 @@ def transfers(
             message_bytes,
             "bfloat16",
             quantized=quantized,
+            hosts=tuple(number // 2 for number in range(len(servers))),
         )
         reports[name] = transfer(shape, facts, whole, device)
     return reports

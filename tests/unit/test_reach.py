@@ -12,7 +12,7 @@ import pytest
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.weights import WireHeader
-from megatron_dppo.weight_sync import reach
+from megatron_dppo.weight_sync import reach, shared_memory, strategies
 from megatron_dppo.weight_sync.reach import check_reach
 
 JOIN = """
@@ -105,7 +105,8 @@ def test_a_server_that_does_not_come_is_refused_in_time(monkeypatch):
     ],
 )
 def test_strategies_of_one_host_refuse_another(monkeypatch, sync, here, reachable):
-    monkeypatch.setattr(reach, "on_this_host", lambda url: here)
+    for module in (strategies, shared_memory):
+        monkeypatch.setattr(module, "on_this_host", lambda url: here)
     ranks: Any = Ranks(joins=False)
     if reachable:
         asyncio.run(check_reach(ranks, WeightSyncConfig(**sync)))

@@ -132,13 +132,45 @@ def test_the_copies_of_attention_replicas_and_key_value_heads_are_one_column() -
     engine = EngineLayout(8, 8, attention_replicas=4)
     plan = proved(MOE, Layout(), [engine])
     queries = "model.layers.0.self_attn.q_proj.weight"
-    assert {column for _, column, *_ in slices_of(plan, queries)} == {(0, 2, 4, 6), (1, 3, 5, 7)}
+    columns = {tuple(sorted(column)) for _, column, *_ in slices_of(plan, queries)}
+    assert columns == {(0, 2, 4, 6), (1, 3, 5, 7)}
     # Four key-value heads on eight ranks: neighbours hold the same head.
     keys = "model.layers.0.self_attn.k_proj.weight"
-    columns = {
-        column for _, column, *_ in slices_of(proved(MOE, Layout(), [EngineLayout(8, 8)]), keys)
-    }
+    plan = proved(MOE, Layout(), [EngineLayout(8, 8)])
+    columns = {tuple(sorted(column)) for _, column, *_ in slices_of(plan, keys)}
     assert columns == {(0, 1), (2, 3), (4, 5), (6, 7)}
+
+
+def test_the_servers_of_a_host_take_turns_at_the_network() -> None:
+    """Five servers of one rank on hosts 0, 1, 0, 1 and 1. Each message enters each host once, at another rank."""
+    hosts = (0, 1, 0, 1, 1)
+    servers = [EngineLayout(1)] * 5
+    plan = shard_plan(MOE, Layout(), servers, 16 * MIB, 2, hosts=hosts)
+    prove_shards(plan, MOE, Layout(), servers)
+    assert {message.column for message in plan.messages} == {
+        (0, 2, 1, 3, 4),
+        (2, 0, 3, 4, 1),
+        (0, 2, 4, 1, 3),
+        (2, 0, 1, 3, 4),
+        (0, 2, 3, 4, 1),
+        (2, 0, 4, 1, 3),
+    }
+    ports = Counter[int]()
+    for message, hop in plan.hops:
+        if not hop.is_local:
+            ports[hop.receiver] += message.bytes
+    for rank, servers_of_host in enumerate((2, 3, 2, 3, 3)):
+        assert ports[rank] == pytest.approx(plan.kept[rank] / servers_of_host, abs=32 * MIB)
+    # In a step each rank receives at most one message from its host, and one from the network.
+    taken = Counter((hop.receiver, hop.is_local, m.step + hop.steps) for m, hop in plan.hops)
+    assert set(taken.values()) == {1}
+
+
+def test_a_message_enters_a_host_while_the_one_before_is_sent_on() -> None:
+    plan = shard_plan(MOE, Layout(), [EngineLayout(1)] * 2, 16 * MIB, 2, hosts=(0, 0))
+    for number, message in enumerate(plan.messages):
+        assert message.step == number
+        assert message.column == ((0, 1) if number % 2 == 0 else (1, 0))
 
 
 def test_servers_of_different_layouts() -> None:
@@ -412,5 +444,10 @@ def test_the_whole_of_qwen3_30b_a3b() -> None:
     assert moved == plan.bound
     assert 244e9 < moved < 245e9
     assert max(plan.sent.values()) < 1.05 * sum(plan.sent.values()) / 32
-    # The largest messages of all steps, one after the other, are hardly more than what a rank keeps.
+    # The largest messages of all steps, one after the other, are hardly more than what a rank keeps, or half of it
+    # where two servers share a node.
     assert sum(plan.step_bytes) < 1.12 * max(plan.kept)
+    paired = shard_plan(
+        shape, Layout(4, 1, None, 8, 1, 8), [EngineLayout(4)] * 4, 128 * MIB, 2, hosts=(0, 0, 1, 1)
+    )
+    assert sum(paired.step_bytes) < 1.16 * max(plan.kept) / 2

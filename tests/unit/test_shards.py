@@ -24,6 +24,7 @@ from megatron_dppo.engine.shards import (
     MessagePlacements,
     OtherPlanError,
     PlanFacts,
+    ShardStep,
     steps_of,
 )
 from megatron_dppo.model.engine_layout import EngineLayout, engine_faults
@@ -330,6 +331,6 @@ def test_the_steps_of_a_chain() -> None:
     plan = facts.plan(SHAPE)
     (message,) = plan.messages
     assert message.column == (0, 1, 2)
-    assert steps_of(plan, 0) == [(message, 0, None), (None, 0, 2)]
-    assert steps_of(plan, 1) == [(message, 1, None), (None, 0, 3)]
-    assert steps_of(plan, 2) == [(message, 2, None)]
+    assert steps_of(plan, 0) == [ShardStep([(message, 0)], []), ShardStep([], [(message, 2)])]
+    assert steps_of(plan, 1) == [ShardStep([(message, 1)], []), ShardStep([], [(message, 3)])]
+    assert steps_of(plan, 2) == [ShardStep([(message, 2)], [])]

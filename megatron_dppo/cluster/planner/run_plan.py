@@ -167,7 +167,7 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     nodes, misplaced = host_memory.node_roles(facts.spec.roles, cluster)
     ranks = tuple(memory.rank_bytes(facts, stage) for stage in range(facts.trainer.layout.pipeline))
     columns = batch_memory.column_bytes(facts.trainer.shape, facts.rollout)
-    transfers = traffic(facts, cluster.device, storage)
+    transfers = traffic(facts, cluster, storage)
     engine, too_large = _engine_memory(facts, cluster)
     teachers: dict[str, server_memory.EngineBytes] = {}
     for teacher in facts.spec.teachers:

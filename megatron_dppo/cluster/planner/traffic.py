@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_dppo.cluster.planner.devices import GB, Device
+from megatron_dppo.cluster.planner.devices import GB, Cluster
 from megatron_dppo.cluster.planner.facts import RunFacts
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.mapping import engine_parameters, hf_tensors, parameter_count
@@ -15,6 +15,8 @@ from megatron_dppo.model.shape import ModelShape
 
 MESSAGE_EFFICIENCY = 0.8
 """Share of a network port's rate that messages between two GPUs reach. Assumption."""
+LOCAL_EFFICIENCY = 0.7
+"""Share of NVLink's rate that messages between two GPUs of a node reach. Assumption."""
 MESSAGE_LATENCY = 0.002
 """Seconds of the copies of a message, and of NCCL's start. Assumption."""
 BUCKET_EFFICIENCY = 0.6
@@ -49,13 +51,12 @@ class Traffic:
     checkpoint_seconds: float
 
 
-def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffic:
+def traffic(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Traffic:
     """Return the bytes and seconds of a weight update and of a checkpoint.
 
     Weight update: all ports work at a time, and the busiest engine GPU decides. It receives the bytes that it keeps in
-    equal messages. A message reaches the last of n servers n - 1 steps later, so steps = messages + servers - 1. While
-    a message travels, the ranks copy the messages before and after it: seconds of a step = the larger of a message's
-    bytes / (a network port's rate x efficiency) and the latency. Seconds = steps x a step's + a fixed part.
+    equal messages. Of the n servers of a node it has every n-th message from the network, and the others from a server
+    of its node (``_transfer_seconds``). Seconds = the messages' + a fixed part.
 
     With ``weight_sync.strategy: tensor``, the batches of all trainer ranks reach a server one after another: seconds =
     received bytes / (a network port's rate x efficiency) + batches x a request's latency + the fixed part. The copies
@@ -69,8 +70,8 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
     float32, less if moments are bfloat16, and seconds = bytes / the storage's rate. With adapters, only the trained
     elements count.
     """
+    device = cluster.device
     state_bytes = checkpoint_bytes(facts)
-    engine = facts.engine
     if facts.spec.model.sends_adapters:
         update_bytes = received_bytes = sent_bytes(facts)
         messages = 1
@@ -79,8 +80,7 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
         update_bytes = sent_bytes(facts)
         received_bytes = _kept_bytes(facts)
         messages = math.ceil(received_bytes / facts.bucket_bytes)
-        travel = received_bytes / messages / (device.network * MESSAGE_EFFICIENCY)
-        seconds = (messages + engine.started - 1) * max(travel, MESSAGE_LATENCY)
+        seconds = _transfer_seconds(facts, cluster, messages, received_bytes / messages)
     elif facts.sends_shards:
         update_bytes = sent_bytes(facts)
         received_bytes = _kept_bytes(facts)
@@ -100,6 +100,36 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
         checkpoint=state_bytes,
         checkpoint_seconds=state_bytes / storage,
     )
+
+
+def _transfer_seconds(
+    facts: RunFacts, cluster: Cluster, messages: int, message_bytes: float
+) -> float:
+    """Return the seconds until the last engine GPU has its messages.
+
+    In a step a GPU receives one message from the network and one from its node, if the node has several servers. While
+    messages travel, the ranks copy the messages before and after them. So a step takes the larger of the travel and
+    the latency of its messages. Messages of the network: messages / n. Messages of the node, of which one travels in
+    the same step as one of the network: messages x (n - 1) / n. A message reaches the last of all servers
+    servers - 1 steps later.
+    """
+    device = cluster.device
+    engine = facts.engine
+    from_network = message_bytes / (device.network * MESSAGE_EFFICIENCY)
+    from_node = message_bytes / (device.nvlink * LOCAL_EFFICIENCY)
+    servers = servers_of_node(facts, cluster)
+    lanes = min(servers, 2)
+    network_step = max(from_network, lanes * MESSAGE_LATENCY)
+    network_steps = messages / servers
+    node_steps = messages - lanes * network_steps
+    seconds = (network_steps + engine.started - 1) * network_step
+    return seconds + node_steps * max(from_node, MESSAGE_LATENCY)
+
+
+def servers_of_node(facts: RunFacts, cluster: Cluster) -> int:
+    """Return how many servers a node has, at most."""
+    engine = facts.engine
+    return min(engine.started, max(1, cluster.gpus_per_node // engine.layout.tensor))
 
 
 def checkpoint_bytes(facts: RunFacts) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_dppo.cluster.planner.devices import gib
+from megatron_dppo.cluster.planner.devices import Cluster, gib
 from megatron_dppo.cluster.planner.facts import RunFacts
+from megatron_dppo.cluster.planner.traffic import servers_of_node
 from megatron_dppo.model.errors import ProofError
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.quantization import stored_bytes
@@ -29,8 +30,8 @@ class WeightPlan:
         sent_mean: The mean of these bytes over the trainer ranks.
         received: Bytes that the busiest engine GPU receives.
         received_mean: The mean of these bytes over the engine GPUs.
-        steps: Sum over all steps of the bytes of the step's largest message. A port that receives at r bytes/s needs at
-            most the sum / r seconds for all messages.
+        steps: Sum over all steps of the bytes of the step's largest message that enters a node. A port that receives at
+            r bytes/s needs at most the sum / r seconds for all messages.
         problems: The reasons why the update would be incomplete or wrong, one line for each.
     """
 
@@ -55,8 +56,8 @@ class WeightPlan:
             f"engine GPUs: {gib(self.moved)} move, {gib(self.kept)} are kept: {self.moved / self.kept:.2f} x the bound"
         )
         yield (
-            f"{self.messages} messages between {self.connections} pairs of GPUs; their largest sizes, step by step, "
-            f"have {gib(self.steps)}"
+            f"{self.messages} messages between {self.connections} pairs of GPUs; the largest that enter nodes, step by "
+            f"step, have {gib(self.steps)}"
         )
         yield (
             f"the busiest trainer rank sends {gib(self.sent)} (mean {gib(self.sent_mean)}), the busiest engine GPU "
@@ -65,9 +66,10 @@ class WeightPlan:
         yield "\n".join(self.problems) or "every element arrives once"
 
 
-def weight_plan(facts: RunFacts) -> WeightPlan:
+def weight_plan(facts: RunFacts, cluster: Cluster) -> WeightPlan:
     """Return the plan of a weight update of ``facts`` with ``weight_sync.strategy: distributed``."""
     trainer = facts.trainer
+    servers = range(facts.engine.started)
     plan = shard_plan(
         trainer.shape,
         trainer.layout,
@@ -75,6 +77,7 @@ def weight_plan(facts: RunFacts) -> WeightPlan:
         facts.message_bytes,
         trainer.item_bytes,
         quantized=facts.engine.is_quantized,
+        hosts=[server // servers_of_node(facts, cluster) for server in servers],
     )
     tensors = hf_tensors(trainer.shape)
     weights = 0

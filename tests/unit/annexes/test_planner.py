@@ -312,7 +312,7 @@ def test_fp8_rollouts_in_the_plan():
     seconds = [decode_seconds(f, H100, running=8, context=4096) for f in (plain, fp8)]
     assert 0.5 < seconds[1] / seconds[0] < 0.95
     assert quantized_parameters(MOE) == 48 * 2048 * (2 * 4096 + 2 * 512)
-    updates = [traffic(f, DEVICES["h100"]).update for f in (plain, fp8)]
+    updates = [traffic(f, H100).update for f in (plain, fp8)]
     # 29.9 G elements have one byte, and 1 / 4096 byte in scales. Embedding, output matrix and routers have two bytes.
     quantized = 48 * (2048 * 9216 + 128 * 3 * 2048 * 768)
     assert updates[0] == 2 * parameter_count(MOE)
@@ -360,13 +360,13 @@ def test_attention_replicas_in_the_plan():
 
 
 def test_update_and_checkpoint_by_hand():
-    sent = traffic(facts(), DEVICES["h100"], storage=10e9)
+    sent = traffic(facts(), H100, storage=10e9)
     assert parameter_count(MOE) == 30_532_122_624
     assert sent.update == 2 * parameter_count(MOE)
     assert sent.checkpoint == 14 * parameter_count(MOE)
     assert sent.checkpoint_seconds == pytest.approx(42.7, abs=0.1)
     colocated = facts("qwen3_30b_a3b_base", "weight_sync.strategy=disk")
-    whole = traffic(colocated, DEVICES["h100"])
+    whole = traffic(colocated, H100)
     assert whole.received == sent.update
     assert whole.messages == 114  # all 61.06 GB in buckets of 512 MiB
     assert whole.update_seconds == pytest.approx(61.06 / 30 + 114 * 0.02 + 1, abs=0.01)
@@ -379,28 +379,43 @@ def test_an_update_in_shards_by_hand():
     replicated = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048
     kept = 2 * ((parameter_count(MOE) - replicated) / 4 + replicated)
     assert kept == pytest.approx(15.28e9, rel=1e-3)
-    sent = traffic(planned, DEVICES["h100"])
+    alone = replace(H100, gpus_per_node=4)
+    sent = traffic(planned, alone)
     assert sent.received == kept
     assert sent.messages == 114  # of 134 MB, which take 3.35 ms at 80% of 50 GB/s
     # The last of four servers receives each message three steps later.
     assert planned.engine.started == 4
     assert sent.update_seconds == pytest.approx(117 * kept / 114 / 40e9 + 1)
     # Small messages take the time of their copies, 2 ms.
-    small = traffic(facts("qwen3_30b_a3b_base", "weight_sync.bucket_mib=16"), DEVICES["h100"])
+    small_messages = facts("qwen3_30b_a3b_base", "weight_sync.bucket_mib=16")
+    small = traffic(small_messages, alone)
     assert small.messages == 912
     assert small.update_seconds == pytest.approx(915 * 0.002 + 1)
+    # Two servers in a node: half of the messages comes from the other server, at the same time. Two copies take 4 ms.
+    assert traffic(planned, H100).update_seconds == pytest.approx(60 * 0.004 + 1)
+    assert traffic(small_messages, H100).update_seconds == pytest.approx(459 * 0.004 + 1)
+    # Eight servers of one GPU in a node: of eight messages, one comes from the network at 40 GB/s, one beside it from
+    # the node, and six from the node alone, at 70% of 450 GB/s.
+    single = facts(
+        "qwen3_30b_a3b_base", "weight_sync.bucket_mib=2048", "sglang.tp_size=1", "engine.servers=16"
+    )
+    whole = 2 * parameter_count(MOE)
+    sent = traffic(single, H100)
+    assert sent.received == whole
+    assert sent.messages == 29
+    assert sent.update_seconds == pytest.approx(
+        (29 / 8 + 15) * whole / 29 / 40e9 + 29 * 6 / 8 * whole / 29 / 315e9 + 1
+    )
 
 
 def test_an_update_of_adapters_by_hand():
     attention = ("lora.target_modules=[attention]", "weight_sync.strategy=disk")
-    sent = traffic(
-        facts("qwen3_30b_a3b_base_lora", "lora.update=adapters", *attention), DEVICES["h100"], 5e9
-    )
+    sent = traffic(facts("qwen3_30b_a3b_base_lora", "lora.update=adapters", *attention), H100, 5e9)
     widths = (2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048)  # of q, k and v, o
     assert sent.update == sent.received == 2 * 48 * 32 * widths
     assert sent.messages == 1
     assert sent.update_seconds == pytest.approx(1 + 2 * sent.update / 5e9)
-    merged = traffic(facts("qwen3_30b_a3b_base_lora", *attention), DEVICES["h100"], 5e9)
+    merged = traffic(facts("qwen3_30b_a3b_base_lora", *attention), H100, 5e9)
     assert merged.update == 2 * parameter_count(MOE)
     assert merged.checkpoint == sent.checkpoint == 7 * sent.update
 
@@ -626,7 +641,7 @@ def test_evaluation_is_the_generation_of_its_responses(tmp_path):
         "rollout.group_size=32",
         "training.prompts_per_mini_batch=60",
     )
-    alike = step_seconds(facts("qwen3_30b_a3b_base", *batch), H100, traffic(evaluated, H100.device))
+    alike = step_seconds(facts("qwen3_30b_a3b_base", *batch), H100, traffic(evaluated, H100))
     plan = plan_run(evaluated, H100)
     assert plan.seconds.evaluation == (alike.generation + alike.tail) / 5 > 20
     without_evaluation = plan_run(replace(evaluated, evaluated_problems=0), H100).seconds

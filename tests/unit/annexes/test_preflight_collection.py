@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dppo.cluster.planner.devices import DEVICES
+from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
 from megatron_dppo.cluster.planner.facts import facts_of
 from megatron_dppo.cluster.planner.traffic import traffic
 from megatron_dppo.cluster.preflight import inspection, table
@@ -59,7 +59,7 @@ def test_the_planner_and_the_preflight_count_the_same_bytes(tmp_path):
         for dtype in ("float32", "bfloat16"):
             model = {"hf_checkpoint": str(MODEL), "dtype": dtype}
             config = config_of(tmp_path, model=model, weight_sync={"strategy": "disk"}, **section)
-            planned = traffic(facts_of(config, shape), DEVICES["h100"])
+            planned = traffic(facts_of(config, shape), Cluster(DEVICES["h100"], 1))
             needs = needs_of(config, gpus=8)
             assert needs.disk_bytes == GIB + 3 * planned.checkpoint
             assert needs.shm_bytes == GIB // 4 + planned.update

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_dppo.cluster.plan import main
 from megatron_dppo.cluster.planner import weight_plan as weight_plan_module
+from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
 from megatron_dppo.cluster.planner.facts import facts_of
 from megatron_dppo.cluster.planner.weight_plan import weight_plan
 from megatron_dppo.config import load_config
@@ -27,7 +28,8 @@ MIB = 2**20
 
 
 def plan_of(shape, *words):
-    return weight_plan(facts_of(load_config(RECIPE, words), shape))
+    cluster = Cluster(DEVICES["h100"], 4)
+    return weight_plan(facts_of(load_config(RECIPE, words), shape), cluster)
 
 
 def test_the_full_model_on_256_ranks():
@@ -39,7 +41,8 @@ def test_the_full_model_on_256_ranks():
     assert 4 * plan.weights < plan.kept < 4.008 * plan.weights
     # A rank sends its share of the experts, and at most one message of the other weights.
     assert plan.weights / 256 < plan.sent < plan.weights / 256 + 2 * 64 * MIB
-    assert plan.kept / 16 < plan.steps < 1.2 * plan.kept / 16
+    # A node has two servers, and each GPU receives half of its bytes from the other server.
+    assert plan.kept / 32 < plan.steps < 1.2 * plan.kept / 32
     assert plan.received == plan.received_mean == plan.kept / 16
 
 
