@@ -20,7 +20,7 @@ import numpy as np
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.protocol import GenerationRequest, parse_answer, read_answers
-from megatron_dppo.engine.recordings import Notice, Way, insert, insert_from_memory
+from megatron_dppo.engine.server.recordings import Notice, Way, insert, insert_from_memory
 from megatron_dppo.system.scratch import SharedBuffer, aligned_offsets, map_buffer
 from megatron_dppo.system.secret_variables import without_secrets
 from megatron_dppo.system.workers import WorkerLostError, WorkerProcess, connect

@@ -24,7 +24,7 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.answer_parsing import AnswerParser, ReceivedAnswer
 from megatron_dppo.engine.errors import EngineAnswerError, EngineLostError, EngineRequestError
 from megatron_dppo.engine.protocol import GenerationRequest, request_body, request_ids
-from megatron_dppo.engine.recordings import ROUTE, Notice, Way, gone_error
+from megatron_dppo.engine.server.recordings import ROUTE, Notice, Way, gone_error
 from megatron_dppo.system.secret_variables import redact
 
 Method = Literal["GET", "POST", "DELETE"]

@@ -27,7 +27,8 @@ from multiprocessing import process, shared_memory
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.engine import (
+from megatron_dppo.engine.options import HOSTS_VARIABLE
+from megatron_dppo.engine.server import (
     continuation,
     direct_loading,
     flushing,
@@ -40,8 +41,7 @@ from megatron_dppo.engine import (
     tied_output,
     weight_groups,
 )
-from megatron_dppo.engine.adapter_digests import VARIABLE, register_digests
-from megatron_dppo.engine.options import HOSTS_VARIABLE
+from megatron_dppo.engine.server.adapter_digests import VARIABLE, register_digests
 from megatron_dppo.system import interfaces, network, ports, processes, scratch, secret_variables
 from megatron_dppo.system.gpus import has_visible_gpu
 from megatron_dppo.system.toolkit import (

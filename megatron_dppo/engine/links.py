@@ -20,7 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.weight_groups import CALLED_OFF, rendezvous_client, rendezvous_fault
+from megatron_dppo.engine.server.weight_groups import (
+    CALLED_OFF,
+    rendezvous_client,
+    rendezvous_fault,
+)
 
 T = TypeVar("T")
 

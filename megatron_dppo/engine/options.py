@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.schema import EngineConfig
-from megatron_dppo.engine.direct_loading import ATOMIC_VARIABLE
+from megatron_dppo.engine.server.direct_loading import ATOMIC_VARIABLE
 from megatron_dppo.spec import ServersSpec
 from megatron_dppo.system.network import url_host
 from megatron_dppo.system.ports import free_port

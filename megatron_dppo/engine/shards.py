@@ -36,7 +36,7 @@ from megatron_dppo.engine.changes import (
 from megatron_dppo.engine.checksums import EngineTensors
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.links import BUSY_CONNECT_S, Link, connect_store
-from megatron_dppo.engine.weight_groups import limit_of
+from megatron_dppo.engine.server.weight_groups import limit_of
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import Segment

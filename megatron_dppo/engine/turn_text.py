@@ -11,7 +11,7 @@ import numpy as np
 from megatron_dppo.data.chat import generation_prompt
 from megatron_dppo.data.thoughts import DEFAULT_MARKS, Marks, TurnText, answer_part, open_thought
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine.continuation import Decode, text_of
+from megatron_dppo.engine.server.continuation import Decode, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

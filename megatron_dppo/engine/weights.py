@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_dppo import block_fp8
-from megatron_dppo.engine import held_tensors
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.engine.client import CONTROL_TIMEOUT_S, HttpClient
 from megatron_dppo.engine.errors import (
@@ -23,10 +22,11 @@ from megatron_dppo.engine.errors import (
     EngineMismatchError,
     EngineRequestError,
 )
-from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
 from megatron_dppo.engine.running_server import check_layout, check_placement
-from megatron_dppo.engine.server_state import MemoryTag, SchedulerState, state_of
+from megatron_dppo.engine.server import held_tensors
+from megatron_dppo.engine.server.held_tensors import HeldTensors
+from megatron_dppo.engine.server.server_state import MemoryTag, SchedulerState, state_of
 from megatron_dppo.engine.shared_bytes import SharedBytes, shared_payloads
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError

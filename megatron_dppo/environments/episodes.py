@@ -25,8 +25,8 @@ from typing import TypeVar
 
 from megatron_dppo.data.thoughts import TurnText
 from megatron_dppo.data.trajectory import FinishReason, Problem, Trajectory
-from megatron_dppo.engine.continuation import join, request_after, without_end
 from megatron_dppo.engine.protocol import GenerationRequest, seed_of
+from megatron_dppo.engine.server.continuation import join, request_after, without_end
 from megatron_dppo.engine.turn_text import ResponseReader
 from megatron_dppo.environments import (
     ChatCall,

@@ -3,7 +3,7 @@
 A response is counted once, even if several calls tried to sample the response. Every call has a new request id. A call
 that timed out is aborted, and its answer is never read. When the last server is lost, finished responses are kept, and
 ``resume`` requests only the missing responses. If an update ends a response early, the response's tokens so far are
-kept too (``engine/continuation.py``).
+kept too (``engine/server/continuation.py``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any, NoReturn, Protocol
 from megatron_dppo.config.schema import EngineConfig, EnvironmentConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine import errors
-from megatron_dppo.engine.continuation import Continuation, Decode
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams, seed_of
+from megatron_dppo.engine.server.continuation import Continuation, Decode
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.async_runner import AsyncRunner
 

@@ -17,10 +17,10 @@ from typing import NamedTuple, Self
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine import held_tensors
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.process import last_exception_of
-from megatron_dppo.engine.server_state import MemoryTag
+from megatron_dppo.engine.server import held_tensors
+from megatron_dppo.engine.server.server_state import MemoryTag
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import RecordClient

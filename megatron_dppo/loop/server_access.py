@@ -13,7 +13,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.running_server import check_engine
-from megatron_dppo.engine.server_state import MemoryTag
+from megatron_dppo.engine.server.server_state import MemoryTag
 from megatron_dppo.engine.weights import TAGS, EngineWeights, Occupation
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import ENDPOINT_VARIABLE, RecordClient

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.direct_loading import SHARDS
 from megatron_dppo.engine.links import Link, in_background
+from megatron_dppo.engine.server.direct_loading import SHARDS
 from megatron_dppo.engine.shards import INSTRUCTION, Instruction
 from megatron_dppo.engine.weights import EngineWeights, WireHeader
 from megatron_dppo.weight_sync.engines import (

@@ -12,9 +12,9 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import UNBOUNDED
-from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION
-from megatron_dppo.engine.server_state import MemoryTag
+from megatron_dppo.engine.server.held_tensors import HeldTensors
+from megatron_dppo.engine.server.server_state import MemoryTag
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.system.async_runner import AsyncRunner

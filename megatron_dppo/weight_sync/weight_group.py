@@ -24,7 +24,7 @@ from megatron_dppo.engine.links import (
     raising_connection_broken,
     wait_unless_called_off,
 )
-from megatron_dppo.engine.weight_groups import CALLED_OFF, errors_abort_the_group, new_name
+from megatron_dppo.engine.server.weight_groups import CALLED_OFF, errors_abort_the_group, new_name
 from megatron_dppo.system.network import listening_store, source_address
 
 log = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megatron_dppo.block_fp8 import encode
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
-from megatron_dppo.engine.direct_loading import TensorPlaces
 from megatron_dppo.engine.links import Link, connect_store
+from megatron_dppo.engine.server.direct_loading import TensorPlaces
+from megatron_dppo.engine.server.weight_groups import new_name
 from megatron_dppo.engine.shards import INSTRUCTION, IncomingShards, Instruction, PlanFacts
-from megatron_dppo.engine.weight_groups import new_name
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters, own_dtypes

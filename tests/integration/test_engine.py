@@ -33,9 +33,7 @@ from megatron_dppo.config.loading import merged
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.trajectory import Problem, Trajectory, VersionSpan
-from megatron_dppo.engine import recordings
 from megatron_dppo.engine.client import EngineClient, HttpClient
-from megatron_dppo.engine.continuation import Continuation
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineAnswerError,
@@ -54,6 +52,8 @@ from megatron_dppo.engine.protocol import (
     request_body,
 )
 from megatron_dppo.engine.running_server import check_engine
+from megatron_dppo.engine.server import recordings
+from megatron_dppo.engine.server.continuation import Continuation
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, Results, generate_many

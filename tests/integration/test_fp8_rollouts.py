@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.block_fp8 import dequantize, quantize, round_activations
 from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
 from megatron_dppo.diagnostics.doctor.engine_tensors import RankTensors, tensor_faults
-from megatron_dppo.engine import held_tensors
+from megatron_dppo.engine.server import held_tensors
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.model.families import load_model_shape

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.continuation import Continuation
 from megatron_dppo.engine.errors import EngineRequestError
 from megatron_dppo.engine.protocol import (
     UNVERIFIED_VERSION,
@@ -23,6 +22,7 @@ from megatron_dppo.engine.protocol import (
     SamplingParams,
     adapter_name,
 )
+from megatron_dppo.engine.server.continuation import Continuation
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many

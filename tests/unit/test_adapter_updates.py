@@ -16,9 +16,9 @@ from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.lora import PEFT_WEIGHTS
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.adapter_digests import _digests
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
+from megatron_dppo.engine.server.adapter_digests import _digests
 from megatron_dppo.engine.weights import Occupation
 from megatron_dppo.model.adapters import Adapters, adapter_tensors
 from megatron_dppo.model.gather_plan import Bucket, TensorSources

@@ -23,7 +23,12 @@ from megatron_dppo.engine.answer_parsing import (
     parsed_of,
 )
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
-from megatron_dppo.engine.recordings import Notice, RecordingStore, content_hash, recordings_folders
+from megatron_dppo.engine.server.recordings import (
+    Notice,
+    RecordingStore,
+    content_hash,
+    recordings_folders,
+)
 from megatron_dppo.system.scratch import (
     SHARED_MEMORY,
     SharedBuffer,

@@ -13,15 +13,6 @@ import pytest
 from megatron_dppo.data.columns import COLUMNS, Column, Rows, declare, usable_rows
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import FinishReason, Trajectory, VersionSpan
-from megatron_dppo.engine.continuation import (
-    Continuation,
-    first_tokens,
-    join,
-    request_after,
-    rest_of,
-    seam_end,
-    text_of,
-)
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineLostError,
@@ -34,6 +25,15 @@ from megatron_dppo.engine.protocol import (
     SamplingParams,
     parse_answer,
     request_body,
+)
+from megatron_dppo.engine.server.continuation import (
+    Continuation,
+    first_tokens,
+    join,
+    request_after,
+    rest_of,
+    seam_end,
+    text_of,
 )
 from megatron_dppo.fleet.generation import GenerationLimits, generate_many
 from megatron_dppo.system.async_runner import AsyncRunner

@@ -16,7 +16,7 @@ from megatron_dppo import block_fp8
 from megatron_dppo.checkpoint_conversion.hf_folder import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
-from megatron_dppo.engine.direct_loading import (
+from megatron_dppo.engine.server.direct_loading import (
     ATOMIC_VARIABLE,
     DirectLoader,
     MappedFile,

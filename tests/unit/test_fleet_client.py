@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from megatron_dppo.engine.client import EngineClient
-from megatron_dppo.engine.continuation import Continuation
 from megatron_dppo.engine.errors import (
     EngineLostError,
     EngineRequestError,
     GenerationInterruptedError,
 )
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
+from megatron_dppo.engine.server.continuation import Continuation
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
 from megatron_dppo.fleet.membership import MEMBERS, client_of

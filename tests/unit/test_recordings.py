@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from megatron_dppo.engine import recordings
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError
 from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
-from megatron_dppo.engine.recordings import (
+from megatron_dppo.engine.server import recordings
+from megatron_dppo.engine.server.recordings import (
     FOLDERS_VARIABLE,
     Notice,
     RecordingStore,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import EngineTensors, IncompleteWeightsError
-from megatron_dppo.engine.direct_loading import TensorPlaces
+from megatron_dppo.engine.server.direct_loading import TensorPlaces
 from megatron_dppo.engine.shards import (
     INSTRUCTION,
     IncomingShards,

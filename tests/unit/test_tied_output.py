@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dppo.engine.tied_output import load_output
+from megatron_dppo.engine.server.tied_output import load_output
 from tests.tiny_models import save_tiny_model
 
 

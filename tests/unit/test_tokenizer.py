@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from megatron_dppo.data.problems import load_tokenizer
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.tokenizer import load_named_tokenizer
-from megatron_dppo.engine import server_tokenizer
+from megatron_dppo.engine.server import server_tokenizer
 from tests.chat_templates import PUBLISHED, published_tokenizer
 from tests.messages import mentioning
 from tests.tiny_models import tiny_tokenizer

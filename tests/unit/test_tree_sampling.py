@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from megatron_dppo.engine.ngram_drafts import (
+from megatron_dppo.engine.server.ngram_drafts import (
     ObservedTarget,
     accepted_first,
     detach_repetitions,

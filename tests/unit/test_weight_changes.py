@@ -19,7 +19,7 @@ from megatron_dppo.engine.changes import (
     kept_changes,
 )
 from megatron_dppo.engine.checksums import EngineTensors
-from megatron_dppo.engine.direct_loading import TensorPlaces
+from megatron_dppo.engine.server.direct_loading import TensorPlaces
 from megatron_dppo.engine.shards import (
     SHARED_INSTRUCTION,
     WHOLE,

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_dppo.engine import weight_groups
 from megatron_dppo.engine.links import CalledOffError
-from megatron_dppo.engine.weight_groups import (
+from megatron_dppo.engine.server import weight_groups
+from megatron_dppo.engine.server.weight_groups import (
     ABORT_GROUP,
     CALLED_OFF,
     ERROR_MODE,
@@ -42,7 +42,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
-from megatron_dppo.engine import weight_groups
+from megatron_dppo.engine.server import weight_groups
 
 def sglangs_method(updater, address, port, rank, size, name, backend):
     limit = timedelta(minutes=30)
@@ -304,7 +304,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookRegistry
-from megatron_dppo.engine import weight_groups
+from megatron_dppo.engine.server import weight_groups
 from megatron_dppo.system.network import listening_store
 from megatron_dppo.system.ports import free_port
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import EngineTensors
-from megatron_dppo.engine.direct_loading import TensorPlaces
 from megatron_dppo.engine.errors import EngineRequestError
+from megatron_dppo.engine.server.direct_loading import TensorPlaces
 from megatron_dppo.engine.shards import SharedMessage
 from megatron_dppo.engine.shared_bytes import SharedBytes
 from megatron_dppo.engine.weights import EngineWeights

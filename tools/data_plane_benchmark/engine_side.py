@@ -14,7 +14,7 @@ import orjson
 from aiohttp import web
 
 from data_plane_benchmark.synthetic import POOL, Response, Size
-from megatron_dppo.engine.recordings import RecordingStore, recordings_folders
+from megatron_dppo.engine.server.recordings import RecordingStore, recordings_folders
 
 
 def base64_of(array: Any) -> str:

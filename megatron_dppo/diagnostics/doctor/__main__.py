@@ -177,7 +177,7 @@ class Case:
 def report_causes(case: Case) -> None:
     """Find the cause that makes a side differ, and print and write the report."""
     from megatron_dppo.diagnostics.doctor import report as pages
-    from megatron_dppo.engine import held_tensors
+    from megatron_dppo.engine.server import held_tensors
 
     options = case.options
     batch = case.batch

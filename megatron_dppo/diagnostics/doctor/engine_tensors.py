@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_dppo.block_fp8 import DTYPE, block_checksums, encode
 from megatron_dppo.checkpoint_conversion.quantized import open_weights
 from megatron_dppo.engine.checksums import EnginePart, EngineTensors
-from megatron_dppo.engine.direct_loading import TensorPlaces
-from megatron_dppo.engine.held_tensors import HeldTensors
+from megatron_dppo.engine.server.direct_loading import TensorPlaces
+from megatron_dppo.engine.server.held_tensors import HeldTensors
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.quantization import BLOCK, SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shape import ModelShape

@@ -13,8 +13,8 @@ import os
 import signal
 from typing import Any
 
-from megatron_dppo.engine import hooks
 from megatron_dppo.engine.process import LIBRARIES
+from megatron_dppo.engine.server import hooks
 from megatron_dppo.system.gpus import has_visible_gpu
 from megatron_dppo.system.processes import die_with_parent
 

@@ -12,7 +12,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from megatron_dppo.engine import hooks
+from megatron_dppo.engine.server import hooks
 from megatron_dppo.engine.sglang_cpu import (
     attention_replicas,
     block_fp8_layers,

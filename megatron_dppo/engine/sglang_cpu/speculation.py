@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_dppo.engine import hooks
+from megatron_dppo.engine.server import hooks
 from megatron_dppo.engine.sglang_cpu.sampling import filtered
 
 NGRAM = "NGRAM"

@@ -17,7 +17,7 @@ from megatron_dppo.diagnostics.doctor.engine_tensors import (
     findings_of,
     tensor_faults,
 )
-from megatron_dppo.engine.held_tensors import HeldTensors, blocks_of, read, write
+from megatron_dppo.engine.server.held_tensors import HeldTensors, blocks_of, read, write
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.shape import ModelShape

@@ -6,8 +6,8 @@ import hashlib
 import json
 from typing import Any
 
-from megatron_dppo.engine import hooks
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
+from megatron_dppo.engine.server import hooks
 
 VARIABLE = "MEGATRON_DPPO_ADAPTER_DIGESTS"
 """Variable that is set in the processes of a server with LoRA."""

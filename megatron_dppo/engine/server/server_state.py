@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from megatron_dppo.engine import direct_loading, hooks
 from megatron_dppo.engine.errors import EngineAnswerError
+from megatron_dppo.engine.server import direct_loading, hooks
 
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 FIELD = "megatron_dppo"

@@ -16,9 +16,9 @@ import numpy as np
 
 from megatron_dppo.data.columns import Rows, declared_column
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine import hooks
 from megatron_dppo.engine.protocol import GenerationRequest
-from megatron_dppo.engine.recordings import ABORTING
+from megatron_dppo.engine.server import hooks
+from megatron_dppo.engine.server.recordings import ABORTING
 
 _ROUTING = "routed_experts"
 _ROUTING_VERSION = "routing_version"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.engine import hooks
-from megatron_dppo.engine.direct_loading import LOADED
+from megatron_dppo.engine.server import hooks
+from megatron_dppo.engine.server.direct_loading import LOADED
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import family_of, load_model_shape
 from megatron_dppo.model.mapping import keeps_untied_output

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_dppo.engine import hooks
+from megatron_dppo.engine.server import hooks
 
 if TYPE_CHECKING:
     from torch import Tensor

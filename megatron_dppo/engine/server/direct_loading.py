@@ -29,8 +29,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_dppo.engine import hooks
 from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.engine.server import hooks
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_dppo.data.tokenizer import with_file_rules
-from megatron_dppo.engine import hooks
+from megatron_dppo.engine.server import hooks
 
 LOADED = "sglang.srt.utils.hf_transformers.tokenizer._apply_post_load_fixes"
 """SGLang 0.5.23's changes of a loaded tokenizer. It restores only two parts of tokenizer.json, the split into words and

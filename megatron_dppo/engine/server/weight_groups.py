@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.engine import hooks
+from megatron_dppo.engine.server import hooks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, TCPStore

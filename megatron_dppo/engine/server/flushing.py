@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dppo.engine import hooks
+from megatron_dppo.engine.server import hooks
 
 FLUSHED = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache"
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_dppo.engine import hooks
+from megatron_dppo.engine.server import hooks
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.quantization import SCALE_SUFFIX
 from megatron_dppo.system.files import write_atomically

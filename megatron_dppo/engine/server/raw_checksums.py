@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dppo.engine import hooks
+from megatron_dppo.engine.server import hooks
 
 _QUANTIZED_WEIGHTS = "sglang.srt.utils.weight_checker._build_quantized_set"
 

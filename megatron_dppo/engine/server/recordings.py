@@ -27,9 +27,9 @@ import numpy as np
 import xxhash
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
-from megatron_dppo.engine import hooks
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError
 from megatron_dppo.engine.protocol import GenerationRequest
+from megatron_dppo.engine.server import hooks
 from megatron_dppo.system.scratch import SHARED_MEMORY, free_bytes, private_name
 
 FIELD = "routed_experts"
