@@ -45,6 +45,7 @@ class ExpertLinears(nn.Module):
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)
+        expert: Any
         for name, expert in self.named_children():
             token, place = torch.where(top_k_index == int(name))
             x = hidden[token]
@@ -66,7 +67,7 @@ def peft_model(hf_dir: str, peft_dir: str) -> tuple[nn.Module, dict[str, nn.Para
     # A model with a vision tower has its own names only in its own class.
     has_vision = hasattr(AutoConfig.from_pretrained(hf_dir), "vision_config")
     auto_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
-    model = auto_class.from_pretrained(hf_dir, dtype=torch.float32)
+    model: Any = auto_class.from_pretrained(hf_dir, dtype=torch.float32)
     decoder = model.model.language_model if has_vision else model.model
     for layer in decoder.layers:
         if hasattr(layer.mlp, "experts"):

@@ -368,7 +368,7 @@ def published_tokenizer(published: PublishedTemplate) -> Any:
 def reader_of(tokenizer: Any, **options: Any) -> ResponseReader:
     """Return the reader of a tokenizer's responses; ``options`` are arguments of ``ResponseReader.of``."""
 
-    def decode(ids: Any, *, special: bool = True) -> str:
+    def decode(ids: Any, /, *, special: bool = True) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     options = {"is_chat": True, "arguments": {}, "marks": DEFAULT_MARKS, **options}

@@ -24,6 +24,13 @@ def trajectory(
     return Trajectory.of_response(prompt, response, advantage=advantage, columns=kept)
 
 
+def masked(
+    token_ids: Any, loss_mask: Any, *, problem_id: int = 0, advantage: float = 0.0, **columns: Any
+) -> Trajectory:
+    """A trajectory of these tokens, of which those with a mask were sampled. Lists become arrays."""
+    return Trajectory(problem_id, 0, token_ids, loss_mask, columns, advantage=advantage)
+
+
 def same_column(a: np.ndarray | None, b: np.ndarray | None) -> bool:
     """Whether values, type and shape are equal, or both are missing."""
     if a is None or b is None:

@@ -29,7 +29,7 @@ from tests.distributed.test_trainer_parity import (
     samples,
 )
 from tests.ranks import RankFailedError, run_ranks
-from tests.whole_tensors import gather_buckets, hf_buckets
+from tests.whole_tensors import gather_buckets, whole_weights
 
 HERE = "tests.distributed.test_checkpoint"
 STATE = {"step": 2, "sampler": {"epoch": 1, "order": [3, 1, 2]}, "share": 0.1}
@@ -93,10 +93,6 @@ def raw_state(trainer: Any) -> dict[str, torch.Tensor]:
     return out
 
 
-def hf_weights(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for bucket in hf_buckets(trainer, 50_000) for name, t in bucket}
-
-
 def plain_state(trainer: Any) -> dict[str, torch.Tensor]:
     """Return moments and masters of a plain optimizer as full tensors, on global rank 0."""
     from megatron_dppo.model.gather_plan import hf_buckets_plan
@@ -150,12 +146,12 @@ def write_worker(folder: str) -> dict[str, Any]:
         draw_numbers()
         store = CheckpointStore(at, 2, background=True)
         store.save(trainer, 2, STATE)
-        expected = {"hf at 2": hf_weights(trainer), "draws": draw_numbers()}
+        expected = {"hf at 2": whole_weights(trainer), "draws": draw_numbers()}
         if not distributed:
             expected["plain state"] = plain_state(trainer)
         train(trainer, 2)
         store.finish()
-        expected |= {"raw": raw_state(trainer), "hf": hf_weights(trainer)}
+        expected |= {"raw": raw_state(trainer), "hf": whole_weights(trainer)}
         trainer.close()
         torch.save(expected, f"{at}.rank{rank}.pt")
     trainer = make_trainer(f"{folder}/hf", {"expert": 2}, False, "float32", 2)
@@ -205,11 +201,11 @@ def resume_elsewhere(
     trainer = make_trainer(f"{folder}/hf", *case, 2)
     store = CheckpointStore(at, 2)
     store.load(trainer, store.survey().complete[-1])
-    loaded = hf_weights(trainer)
+    loaded = whole_weights(trainer)
     comparable = "plain state" in expected and not case[1]
     state = plain_state(trainer) if comparable else {}
     train(trainer, 2)
-    trained = hf_weights(trainer)
+    trained = whole_weights(trainer)
     trainer.close()
     if trainer.topology.rank != 0:
         return {}
@@ -250,7 +246,7 @@ def four_ranks_worker(folder: str) -> dict[str, Any]:
         train(trainer, 1)
         store = CheckpointStore(at, 1)
         store.save(trainer, 1, {})
-        raw, weights = raw_state(trainer), hf_weights(trainer)
+        raw, weights = raw_state(trainer), whole_weights(trainer)
         train(trainer, 1)
         store.load(trainer, store.survey().complete[-1])
         found = {"same": same(raw_state(trainer), raw)}
@@ -259,7 +255,7 @@ def four_ranks_worker(folder: str) -> dict[str, Any]:
         trainer.close()
         other = make_trainer(f"{folder}/hf", *FOUR_RESUMED, "bfloat16", 4)
         store.load(other, store.survey().complete[-1])
-        loaded = hf_weights(other)
+        loaded = whole_weights(other)
         found["elsewhere"] = loaded.keys() == weights.keys() and all(
             torch.equal(loaded[key], value) for key, value in weights.items()
         )
@@ -395,7 +391,7 @@ def faults_worker(folder: str) -> dict[str, Any]:
         out["fault in a thread"] = after(lambda: store.save(trainer, 2, {}))
     store = CheckpointStore(at, 2)
     usage = shutil.disk_usage
-    shutil.disk_usage = lambda path: usage(path)._replace(free=1 << 20)  # type: ignore[assignment]
+    shutil.disk_usage = lambda path: usage(path)._replace(free=1 << 20)
     out["little space"] = after(lambda: store.save(trainer, 2, {}))
     shutil.disk_usage = usage
     out["unequal state"] = after(lambda: store.save(trainer, 2, {"rank": rank}))
@@ -518,17 +514,17 @@ def cut_parameters_worker(folder: str) -> list[dict[str, Any]]:
     store = CheckpointStore(Path(folder) / "checkpoints", 1)
     train(trainer, 1)
     store.save(trainer, 1, {})
-    saved = hf_weights(trainer)
+    saved = whole_weights(trainer)
     train(trainer, 1)
-    trained = hf_weights(trainer)
+    trained = whole_weights(trainer)
     trainer.close()
     found = []
     for parallel in ({"tensor": 2}, {"expert": 2}, {"pipeline": 2}):
         other = make_trainer(f"{folder}/hf", parallel, False, "float32", 2)
         store.load(other, store.survey().complete[-1])
-        loaded = hf_weights(other)
+        loaded = whole_weights(other)
         train(other, 1)
-        continued = hf_weights(other)
+        continued = whole_weights(other)
         other.close()
         if other.topology.rank == 0:
             found.append({"same": same(loaded, saved), "distance": distance(continued, trained)})

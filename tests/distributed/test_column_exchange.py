@@ -6,6 +6,7 @@ its own part of the batch, as after generation.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tests.small_config import small_config
 from tests.trajectories import same
 
 MODULE = "tests.distributed.test_column_exchange"
@@ -115,21 +117,6 @@ def needed_by(t, topology):
     return t.with_columns(routed_experts=recorded[:, LAYERS_OF_STAGES[topology.pp_rank]])
 
 
-def run_config():
-    from megatron_dppo.config import schema as s
-
-    return s.TrainConfig(
-        run=s.RunConfig(directory="unused", steps=1),
-        model=s.ModelConfig(hf_checkpoint="unused", dtype="float32"),
-        data=s.DataConfig(train="unused"),
-        rollout=s.RolloutConfig(
-            prompts_per_step=GROUPS, group_size=GROUP, max_response_tokens=8, router_replay=True
-        ),
-        training=s.TrainingConfig(prompts_per_mini_batch=2, micro_batch_tokens=32),
-        optimizer=s.OptimizerConfig(lr=1e-3),
-    )
-
-
 def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
     """Deliver by the plan of a real step. Return what is wrong on this rank, and its figures.
 
@@ -141,7 +128,13 @@ def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
     from megatron_dppo.loop.learning import pack_mini_batch, plan_mini_batches
     from megatron_dppo.loop.rollout_figures import routing_figures
 
-    whole, config = whole_batch(experts), run_config()
+    config = small_config(
+        Path("unused"),
+        Path("unused"),
+        rollout={"prompts_per_step": GROUPS, "group_size": GROUP, "router_replay": True},
+        training={"prompts_per_mini_batch": 2},
+    )
+    whole = whole_batch(experts)
     outlines, own = announce_groups(whole, topology)
     wrong = announce_problems(whole, outlines, own, topology)
     layout = BatchLayout(topology.dp_rank, topology.dp_size, pad_multiple=topology.tp_size)
@@ -190,7 +183,7 @@ def delivery_worker(
     from megatron_dppo.trainer.topology import destroy_topology
 
     exchange.PIECE_BYTES = piece_bytes
-    exchange.free_bytes = lambda: free_bytes
+    exchange.free_bytes = lambda: free_bytes  # type: ignore[misc,assignment]
     out = {}
     for name, layout in layouts.items():
         topology = topology_of(layout)

@@ -45,7 +45,7 @@ def gathered_statistics() -> dict[str, Any]:
         leaf, targets, vocab_size=V, topk_ids=topk, with_entropy=True, with_squares=True,
         raise_on_faults=False,
     )  # fmt: skip
-    out = {"own faults": stats.fault_counts, "has gradient": {}}
+    out: dict[str, Any] = {"own faults": stats.fault_counts, "has gradient": {}}
     for needs_gradient in (True, False):
         topk_log_probs = stats.topk_log_probs if needs_gradient else stats.topk_log_probs.detach()
         whole = whole_stats(replace(stats, topk_log_probs=topk_log_probs), batch, topology)

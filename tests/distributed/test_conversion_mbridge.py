@@ -13,79 +13,48 @@ from typing import Any
 import pytest
 import torch
 
+from tests.layouts import sizes_of
 from tests.ranks import run_ranks
+from tests.small_config import small_config
 
-Case = tuple[str, dict[str, Any], list[dict[str, Any]]]
-DENSE = [{"tensor": 2}, {"pipeline": 2}]
+Case = tuple[str, dict[str, Any], list[str]]
 CASES: dict[str, Case] = {
-    "qwen3_moe": (
-        "qwen3_moe",
-        {"layers": 4},
-        [
-            {"tensor": 2, "expert_tensor": 2},
-            {"tensor": 2, "expert": 2},
-            {"expert": 2},
-            {"pipeline": 2, "virtual_pipeline": 2},
-        ],
-    ),
-    "qwen2_moe": ("qwen2_moe", {"layers": 4}, [{"tensor": 2, "expert": 2}, {"pipeline": 2}]),
-    "qwen3": ("qwen3", {}, DENSE),
-    "qwen2": ("qwen2", {}, DENSE),
-    "llama": ("llama", {}, DENSE),
-    "glm4_moe": (
-        "glm4_moe",
-        {"layers": 4},
-        [{"tensor": 2, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}],
-    ),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {"layers": 4},
-        [{"tensor": 2, "expert_tensor": 2}, {"expert": 2}],
-    ),
+    "qwen3_moe": ("qwen3_moe", {"layers": 4}, ["TP2 ETP2", "TP2 EP2", "EP2", "PP2 VPP2"]),
+    "qwen2_moe": ("qwen2_moe", {"layers": 4}, ["TP2 EP2", "PP2"]),
+    "qwen3": ("qwen3", {}, ["TP2", "PP2"]),
+    "qwen2": ("qwen2", {}, ["TP2", "PP2"]),
+    "llama": ("llama", {}, ["TP2", "PP2"]),
+    "glm4_moe": ("glm4_moe", {"layers": 4}, ["TP2 EP2", "PP2 VPP2"]),
+    "deepseek_v3": ("deepseek_v3", {"layers": 4}, ["TP2 ETP2", "EP2"]),
     "deepseek_v3 with a latent of queries": (
-        "deepseek_v3",
-        {"layers": 4, "q_lora_rank": 48},
-        [{"tensor": 2, "expert": 2}, {"pipeline": 2}],
+        "deepseek_v3", {"layers": 4, "q_lora_rank": 48}, ["TP2 EP2", "PP2"],
     ),
     # This case is last: mbridge marks a tied model in a table of its class, which affects all later models.
-    "qwen2 tied": ("qwen2", {"tied": True}, DENSE),
-}
+    "qwen2 tied": ("qwen2", {"tied": True}, ["TP2", "PP2"]),
+}  # fmt: skip
 FOUR_RANKS: dict[str, Case] = {
-    "qwen3_moe": (
-        "qwen3_moe",
-        {"layers": 4},
-        [{"tensor": 2, "pipeline": 2, "expert": 2}, {"expert": 4}],
-    ),
-    "qwen2": ("qwen2", {}, [{"tensor": 4}]),
+    "qwen3_moe": ("qwen3_moe", {"layers": 4}, ["TP2 PP2 EP2", "EP4"]),
+    "qwen2": ("qwen2", {}, ["TP4"]),
 }
 
 
 def differing_parameters(folder: str, world_size: int, cases: dict[str, Case]) -> list[str]:
     """Return the parameters of this rank that mbridge and the map fill differently, in all ``cases``."""
-    from megatron_dppo.config import schema as s
     from megatron_dppo.trainer.trainer import Trainer  # before megatron: it prepares the platform
 
     from megatron_dppo.trainer.model import named_parameters  # isort: skip
 
     wrong = []
     for case, (_, _, layouts) in cases.items():
-        for sizes in layouts:
-            config = s.TrainConfig(
-                run=s.RunConfig(directory="unused", steps=1),
-                model=s.ModelConfig(hf_checkpoint=f"{folder}/{case}", dtype="float32"),
-                data=s.DataConfig(train="unused"),
-                rollout=s.RolloutConfig(prompts_per_step=2, group_size=2, max_response_tokens=64),
-                training=s.TrainingConfig(prompts_per_mini_batch=2, micro_batch_tokens=128),
-                optimizer=s.OptimizerConfig(lr=1e-3),
-                parallel=s.ParallelConfig(world_size=world_size, **sizes),
-            )
-            trainer = Trainer(config)
+        for layout in layouts:
+            parallel = {"world_size": world_size, **sizes_of(layout)}
+            trainer = Trainer(small_config(Path("unused"), Path(folder, case), parallel=parallel))
             expected = fill_by_map(trainer, f"{folder}/{case}")
             load_by_mbridge(trainer, f"{folder}/{case}")
             for (chunk, name), parameter in named_parameters(trainer.chunks).items():
                 if not torch.equal(parameter, expected.pop((chunk, name))):
-                    wrong.append(f"{case} {sizes}: {name} of chunk {chunk}")
-            wrong += [f"{case} {sizes}: the model has no {name}" for name in expected]
+                    wrong.append(f"{case} {layout}: {name} of chunk {chunk}")
+            wrong += [f"{case} {layout}: the model has no {name}" for name in expected]
             trainer.close()
     return wrong
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.layouts import sizes_of
 from tests.ranks import run_ranks
+from tests.small_config import small_config
 from tests.tiny_models import LLAMA3_ROPE, R1_FORM
 
 TOLERANCE = 2e-5
@@ -45,19 +47,8 @@ SLOW_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ALL_FAMILIES = FAMILIES | SLOW_FAMILIES
 _DENSE_FAMILIES = ("qwen3", "qwen2", "llama")
-DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
-    "TP2": {"tensor": 2},
-    "PP2": {"pipeline": 2},
-    "CP2": {"context": 2},
-}
-MOE_LAYOUTS = {
-    "TP2 ETP2": {"tensor": 2, "expert_tensor": 2},
-    "PP2": {"pipeline": 2},
-    "PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
-    "EP2": {"expert": 2},
-    "TP2 EP2": {"tensor": 2, "expert": 2},
-    "CP2 EP2": {"context": 2, "expert": 2},
-}
+DENSE_LAYOUTS = ["TP2", "PP2", "CP2"]
+MOE_LAYOUTS = ["TP2 ETP2", "PP2", "PP2 VPP2", "EP2", "TP2 EP2", "CP2 EP2"]
 _WITHOUT_CONTEXT_PARALLELISM = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
 """Families with delta nets. Megatron-Core does not divide a sequence of a delta net among ranks."""
 
@@ -67,20 +58,18 @@ def sequences() -> list[list[int]]:
     return [[rng.randrange(VOCABULARY) for _ in range(n)] for n in (40, 7, 23)]
 
 
-def layouts_of(case: str) -> dict[str, dict[str, Any]]:
+def layouts_of(case: str) -> list[str]:
     family, options = ALL_FAMILIES[case]
-    found = DENSE_LAYOUTS if family in _DENSE_FAMILIES else MOE_LAYOUTS
+    left_out = []
     if family == "gpt_oss":
         # Experts with biases are not divided.
-        found = {name: sizes for name, sizes in found.items() if "expert_tensor" not in sizes}
-    left_out = []
+        left_out.append("ETP")
     if options.get("layers", 2) < 4:
         left_out.append("VPP")
     if family in _WITHOUT_CONTEXT_PARALLELISM:
         left_out.append("CP")
-    return {
-        name: sizes for name, sizes in found.items() if not any(kind in name for kind in left_out)
-    }
+    layouts = DENSE_LAYOUTS if family in _DENSE_FAMILIES else MOE_LAYOUTS
+    return [name for name in layouts if not any(kind in name for kind in left_out)]
 
 
 def prepare(folder: str, cases: list[str]) -> dict[str, list[torch.Tensor]]:
@@ -107,7 +96,6 @@ def prepare(folder: str, cases: list[str]) -> dict[str, list[torch.Tensor]]:
 
 def trainer_log_probs(folder: str, cases: list[str]) -> dict[str, list[torch.Tensor]]:
     """Export each model again. Return ``case/layout`` -> the trainer's log-probabilities of the same tokens."""
-    from megatron_dppo.config import schema as s
     from megatron_dppo.data.packing import pack
     from megatron_dppo.data.trajectory import Trajectory
     from megatron_dppo.trainer.trainer import Trainer
@@ -115,17 +103,11 @@ def trainer_log_probs(folder: str, cases: list[str]) -> dict[str, list[torch.Ten
     samples = [Trajectory.of_response(ids[:1], ids[1:]) for ids in sequences()]
     out = {}
     for case in cases:
-        for name, sizes in layouts_of(case).items():
-            config = s.TrainConfig(
-                run=s.RunConfig(directory="unused", steps=1),
-                model=s.ModelConfig(hf_checkpoint=f"{folder}/{case} megatron", dtype="float32"),
-                data=s.DataConfig(train="unused"),
-                rollout=s.RolloutConfig(prompts_per_step=2, group_size=2, max_response_tokens=64),
-                training=s.TrainingConfig(prompts_per_mini_batch=2, micro_batch_tokens=128),
-                optimizer=s.OptimizerConfig(lr=1e-3),
-                parallel=s.ParallelConfig(world_size=2, **sizes),
+        for name in layouts_of(case):
+            parallel = {"world_size": 2, **sizes_of(name)}
+            trainer = Trainer(
+                small_config(Path("unused"), Path(folder, f"{case} megatron"), parallel=parallel)
             )
-            trainer = Trainer(config)
             batch = pack(
                 samples,
                 pad_multiple=trainer.pad_multiple,

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dppo.config.schema import TrainConfig
+from tests.layouts import sizes_of
 from tests.ranks import run_ranks
+from tests.small_config import small_config
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"layers": 4},
@@ -21,35 +24,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"layers": 2},
     "qwen3": {"layers": 2, "tied": True},
 }
-LAYOUTS: dict[str, list[dict[str, Any]]] = {
-    "qwen3_moe": [
-        {"tensor": 2, "expert_tensor": 2},
-        {"tensor": 2, "expert": 2},
-        {"pipeline": 2, "virtual_pipeline": 2},
-    ],
-    "olmoe": [{"tensor": 2, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}],
-    "qwen2_moe": [{"tensor": 2, "expert": 2}, {"pipeline": 2}],
-    "qwen2": [{"tensor": 2}, {"pipeline": 2}],
-    "qwen3": [{"tensor": 2}, {"pipeline": 2}],
+LAYOUTS = {
+    "qwen3_moe": ["TP2 ETP2", "TP2 EP2", "PP2 VPP2"],
+    "olmoe": ["TP2 EP2", "PP2 VPP2"],
+    "qwen2_moe": ["TP2 EP2", "PP2"],
+    "qwen2": ["TP2", "PP2"],
+    "qwen3": ["TP2", "PP2"],
 }
-RUNS: dict[str, dict[str, Any]] = {
-    "TP2 EP2": {"tensor": 2, "expert": 2},
-    "PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
-}
+RUNS = ("TP2 EP2", "PP2 VPP2")
 
 
-def run_config(hf_dir: str, sizes: dict[str, Any]):
-    from megatron_dppo.config import schema as s
-
-    return s.TrainConfig(
-        run=s.RunConfig(directory="unused", steps=1),
-        model=s.ModelConfig(hf_checkpoint=hf_dir, dtype="float32"),
-        data=s.DataConfig(train="unused"),
-        rollout=s.RolloutConfig(prompts_per_step=2, group_size=2, max_response_tokens=64),
-        training=s.TrainingConfig(prompts_per_mini_batch=2, micro_batch_tokens=128),
-        optimizer=s.OptimizerConfig(lr=1e-3),
-        parallel=s.ParallelConfig(world_size=2, **sizes),
-    )
+def two_ranks(folder: str, model: str, layout: str) -> TrainConfig:
+    parallel = {"world_size": 2, **sizes_of(layout)}
+    return small_config(Path("unused"), Path(folder, model), parallel=parallel)
 
 
 def megatron_loads(folder: str) -> list[str]:
@@ -60,8 +47,8 @@ def megatron_loads(folder: str) -> list[str]:
 
     wrong = []
     for family, layouts in LAYOUTS.items():
-        for sizes in layouts:
-            trainer = Trainer(run_config(f"{folder}/{family}", sizes))
+        for layout in layouts:
+            trainer = Trainer(two_ranks(folder, family, layout))
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             metadata = {"dp_cp_group": group}
             expected = [{n: p.clone() for n, p in c.named_parameters()} for c in trainer.chunks]
@@ -75,7 +62,7 @@ def megatron_loads(folder: str) -> list[str]:
             for number, chunk in enumerate(trainer.chunks):
                 chunk.load_state_dict(loaded[str(number)], strict=True)
                 wrong += [
-                    f"{family} {sizes} {n}"
+                    f"{family} {layout} {n}"
                     for n, p in chunk.named_parameters()
                     if not torch.equal(p, expected[number][n])
                 ]
@@ -88,8 +75,8 @@ def save_run(folder: str) -> None:
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
     from megatron_dppo.trainer.trainer import Trainer
 
-    for name, sizes in RUNS.items():
-        trainer = Trainer(run_config(f"{folder}/qwen3_moe", sizes))
+    for name in RUNS:
+        trainer = Trainer(two_ranks(folder, "qwen3_moe", name))
         CheckpointStore(f"{folder}/{name}", keep=1).save(trainer, 1, {})
         trainer.close()
 

@@ -41,7 +41,7 @@ def export_worker(folder: str) -> dict[str, Any]:
             opened.append(path.name)
             super().__init__(path, specs)
 
-    tensor_store.SafetensorsFileWriter = RecordingWriter  # type: ignore[misc]
+    tensor_store.SafetensorsFileWriter = RecordingWriter  # type: ignore[misc,assignment]
     out: dict[str, Any] = {}
     for name, parallel in LAYOUTS.items():
         trainer = make_trainer(f"{folder}/hf", parallel, False, "float32", 2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.whole_tensors import hf_buckets
+from tests.whole_tensors import whole_weights
 
 HERE = "tests.distributed.test_lora_checkpoint"
 MOE, DENSE = "qwen3_moe", "qwen3"
@@ -127,8 +127,7 @@ def export_worker(folder: str, family: str, world_size: int) -> dict[str, Any]:
     step(trainer)
     trainer.export_hf(Path(folder) / f"{family} merged")
     trainer.adapted.export(Path(folder) / f"{family} peft", trainer.config.model.hf_checkpoint)
-    buckets = hf_buckets(trainer, 50_000)
-    moved = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+    moved = whole_weights(trainer)
     batch = pack([Trajectory.of_response(PROMPT[:1], PROMPT[1:])], pad_multiple=2)
     log_probs = trainer.log_probs([batch])[0][batch.loss_mask]
     trainer.close()

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from tests.distributed.test_trainer_parity import (
-    OVERLAP,
     VOCABULARY,
     own_micro_batches,
     policy_token_loss,
     run_config,
     samples,
 )
+from tests.layouts import OVERLAP
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 

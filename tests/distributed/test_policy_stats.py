@@ -4,6 +4,7 @@ twin, and bad input is an error on every rank.
 
 import datetime
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -173,7 +174,7 @@ def bad_calls():
     group, rank, _ = join()
     errors = {}
     for name, change in BAD.items():
-        good = {
+        good: dict[str, Any] = {
             "logits": torch.zeros(4, 10),
             "target_ids": torch.tensor([0, 1, 2, 3]),
             "vocab_size": 18,

@@ -17,8 +17,9 @@ from tests.ranks import run_ranks
 def worker(folder: str) -> dict[str, Any]:
     """Return the data type and the values of the bias of each layer after each operation."""
     from megatron_dppo.trainer.model import named_parameters
-    from tests.distributed.test_checkpoint import hf_weights, make_trainer, train
+    from tests.distributed.test_checkpoint import make_trainer, train
     from tests.planted_families import biased_family, planted
+    from tests.whole_tensors import whole_weights
 
     # The shape says that Megatron-Core's router has the bias, with the sigmoid that such routers have.
     def read(facts: ConfigFacts) -> ModelShape:
@@ -36,7 +37,7 @@ def worker(folder: str) -> dict[str, Any]:
         trainer.export_hf(f"{folder}/export")
         train(trainer, 1)
         out["trained"] = biases()
-        sent = {n: t for n, t in hf_weights(trainer).items() if n.endswith("correction_bias")}
+        sent = {n: t for n, t in whole_weights(trainer).items() if n.endswith("correction_bias")}
         out["sent"] = [[str(t.dtype), t.tolist()] for _, t in sorted(sent.items())]
         from megatron_dppo.trainer.checkpoint.state import model_state, rank_state
 

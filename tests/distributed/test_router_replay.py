@@ -19,45 +19,44 @@ from megatron_dppo.data.columns import usable_rows
 from tests.distributed.test_trainer_parity import (
     VOCABULARY,
     distances,
+    far_results,
     own_micro_batches,
     policy_token_loss,
     run_config,
     samples,
 )
+from tests.layouts import settings_of, sizes_of
 from tests.ranks import run_ranks
-from tests.whole_tensors import gather_buckets, hf_buckets
+from tests.whole_tensors import whole_gradients, whole_weights
 
 MODULE = "tests.distributed.test_router_replay"
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
 TOLERANCE = 1e-5
-FULL = {"recompute": "full"}
-MOE = {"recompute": "selective", "megatron": {"recompute_modules": ["moe"]}}
-
-TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "TP2 SP": ({"tensor": 2}, {}),
-    "TP2 SP recompute full": ({"tensor": 2}, FULL),
-    "TP2 SP recompute moe": ({"tensor": 2}, MOE),
-    "EP2": ({"expert": 2}, {}),
-    "EP2 recompute full": ({"expert": 2}, FULL),
-    "EP2 recompute selective": ({"expert": 2}, {"recompute": "selective"}),
-    "PP2": ({"pipeline": 2}, {}),
-    "PP2 recompute full": ({"pipeline": 2}, FULL),
-    "PP2 recompute moe": ({"pipeline": 2}, MOE),
-    "PP2 VPP2": ({"pipeline": 2, "virtual_pipeline": 2}, {}),
-    "PP2 VPP2 recompute full": ({"pipeline": 2, "virtual_pipeline": 2}, FULL),
-    "TP2 EP2 recompute full": ({"tensor": 2, "expert": 2}, FULL),
-    "DP2": ({}, {}),
-    "CP2": ({"context": 2}, {}),
-    "CP2 EP2 recompute full": ({"context": 2, "expert": 2}, FULL),
-}
-FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "TP2 PP2 EP2 recompute full": ({"tensor": 2, "pipeline": 2, "expert": 2}, FULL),
-    "TP2 EP2 DP2": ({"tensor": 2, "expert": 2}, {}),
-    "CP2 TP2 SP EP4": ({"context": 2, "tensor": 2, "expert": 4}, {}),
-    "CP2 PP2 VPP2 recompute moe": ({"context": 2, "pipeline": 2, "virtual_pipeline": 2}, MOE),
-    "TP2 PP2 VPP2": ({"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, {}),
-    "PP2 VPP2 EP2 recompute full": ({"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, FULL),
-}
+TWO_RANKS = [
+    "TP2",
+    "TP2 recompute full",
+    "TP2 recompute moe",
+    "EP2",
+    "EP2 recompute full",
+    "EP2 recompute selective",
+    "PP2",
+    "PP2 recompute full",
+    "PP2 recompute moe",
+    "PP2 VPP2",
+    "PP2 VPP2 recompute full",
+    "TP2 EP2 recompute full",
+    "DP2",
+    "CP2",
+    "CP2 EP2 recompute full",
+]
+FOUR_RANKS = [
+    "TP2 PP2 EP2 recompute full",
+    "TP2 EP2 DP2",
+    "CP2 TP2 EP4",
+    "CP2 PP2 VPP2 recompute moe",
+    "TP2 PP2 VPP2",
+    "PP2 VPP2 EP2 recompute full",
+]
 
 
 def recorded_samples() -> list:
@@ -130,14 +129,13 @@ class RouterWatch:
         return found
 
 
-def train(
-    hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """Train two steps under replay. Return results (on rank 0 with gradients and parameters) and routers' faults."""
-    from megatron_dppo.model.gather_plan import hf_buckets_plan
-    from megatron_dppo.trainer.model import named_parameters
+def train(hf_dir: str, name: str, world_size: int) -> tuple[dict[str, Any], list[str]]:
+    """Train two steps under replay in the layout ``name``.
 
-    trainer = make_trainer(hf_dir, parallel, changes, replay=True)
+    Return results, on rank 0 with gradients and parameters, and the faults of routers.
+    """
+    parallel = {**sizes_of(name), "world_size": world_size}
+    trainer = make_trainer(hf_dir, parallel, settings_of(name), replay=True)
     try:
         watch = RouterWatch(trainer)
         batches = own_micro_batches(trainer, recorded_samples())
@@ -147,21 +145,15 @@ def train(
         out: dict[str, Any] = {"metrics": [], "norms": []}
         for step in range(2):
             result = trainer.train_mini_batch(shared, policy_token_loss, denominator=200.0)
-            passes = 2 if changes in (FULL, MOE) else 1
+            passes = 2 if {"full", "moe"} & set(name.split()) else 1
             if len({recorded for _, recorded in watch.seen}) != passes:
                 wrong.append(f"kinds of passes: {sorted(watch.seen)}")
             wrong += watch.take_faults(trainer, batches)
             out["metrics"].append(result.metrics.values())
             out["norms"].append(result.grad_norm)
             if step == 0:
-                buckets = hf_buckets_plan(trainer.shape, trainer.layout, 50_000, 4)
-                grads = {k: p.main_grad for k, p in named_parameters(trainer.chunks).items()}
-                out["gradients"] = dict(
-                    pair
-                    for bucket in gather_buckets(buckets, trainer.topology.rank, grads)
-                    for pair in bucket
-                )
-        out["parameters"] = dict(pair for bucket in hf_buckets(trainer, 50_000) for pair in bucket)
+                out["gradients"] = whole_gradients(trainer)
+        out["parameters"] = whole_weights(trainer)
         return out, wrong
     finally:
         trainer.close()
@@ -174,18 +166,17 @@ def reference_worker(folder: str) -> list[str]:
     hf_dir = save_tiny_model(
         Path(folder) / "model", "qwen3_moe", vocab_size=VOCABULARY, layers=LAYERS
     )
-    out, wrong = train(str(hf_dir), {}, {})
+    out, wrong = train(str(hf_dir), "", 1)
     torch.save(out, Path(folder) / "reference.pt")
     return wrong
 
 
-def layout_worker(folder: str, cases: dict[str, Any], world_size: int) -> dict[str, Any]:
+def layout_worker(folder: str, cases: list[str], world_size: int) -> dict[str, Any]:
     """Train every case, one after the other. Return the routers' faults, and on rank 0 the distances."""
     report: dict[str, Any] = {}
     expected = torch.load(Path(folder) / "reference.pt", weights_only=True)
-    for name, (parallel, changes) in cases.items():
-        layout = {**parallel, "world_size": world_size}
-        got, wrong = train(str(Path(folder) / "model"), layout, changes)
+    for name in cases:
+        got, wrong = train(str(Path(folder) / "model"), name, world_size)
         report[name] = {"wrong": wrong}
         if torch.distributed.get_rank() == 0:
             report[name]["distances"] = distances(got, expected)
@@ -220,7 +211,7 @@ def test_the_recordings_are_not_the_natural_routing(reference: Path) -> None:
     ("world_size", "cases"), [pytest.param(2, TWO_RANKS, marks=pytest.mark.first), (4, FOUR_RANKS)]
 )
 def test_routers_replay_and_train_as_one_process_does(
-    reference: Path, world_size: int, cases: dict[str, Any]
+    reference: Path, world_size: int, cases: list[str]
 ) -> None:
     reports = run_ranks(
         f"{MODULE}:layout_worker", world_size, str(reference), cases, world_size, timeout=600
@@ -232,14 +223,9 @@ def test_routers_replay_and_train_as_one_process_does(
         if found["wrong"]
     }
     assert not wrong
-    far = {
-        (name, kind): distance
-        for name, found in reports[0].items()
-        for kind, distance in found["distances"].items()
-        if not distance[0] <= TOLERANCE
-    }
-    assert reports[0].keys() == cases.keys()
-    assert not far
+    assert reports[0].keys() == set(cases)
+    far = {name: found["distances"] for name, found in reports[0].items()}
+    assert not far_results(far, lambda *_: TOLERANCE)
 
 
 def natural_worker(folder: str) -> dict[str, Any]:

@@ -126,7 +126,8 @@ def gradient_worker(folder: str, tied: bool) -> dict[str, Any]:
         batches = own_micro_batches(trainer, samples(), budget)
         result = trainer.train_mini_batch(batches, policy_token_loss, denominator)
         plan = hf_buckets_plan(trainer.shape, trainer.layout, 10**6, 4)
-        grads = {k: p.main_grad for k, p in named_parameters(trainer.chunks).items()}
+        parameters: dict[Any, Any] = named_parameters(trainer.chunks)
+        grads = {k: p.main_grad for k, p in parameters.items()}
         gradients.append({n: g for b in gather_buckets(plan, 0, grads) for n, g in b})
         trainer.close()
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)

@@ -78,7 +78,7 @@ def aborted_update_worker() -> list[list[str]]:
 
     init_distributed(1)
     group = WeightGroup(ranks=1, address="127.0.0.1", device="cpu", timeout_s=1.0)
-    store = dist.TCPStore("127.0.0.1", group.port, 2, False)
+    store: dist.Store = dist.TCPStore("127.0.0.1", group.port, 2, False)
     for prefix in (group.name, f"{group.name}/", "cpu/"):
         store = dist.PrefixStore(prefix, store)
     engine_groups: list[dist.ProcessGroupGloo] = []

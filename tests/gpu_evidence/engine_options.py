@@ -192,12 +192,12 @@ def layouts() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in candidates:
         try:
-            values = resolution(recipe, more={name: value})
+            resolved = resolution(recipe, more={name: value})
         except (Exception, SystemExit) as error:
             found[f"{name}={value}"] = f"{type(error).__name__}: {str(error)[:200]}"
             continue
         found[f"{name}={value}"] = {
-            key: values.get(key) for key in LAYOUT if values.get(key) != base.get(key)
+            key: resolved.get(key) for key in LAYOUT if resolved.get(key) != base.get(key)
         }
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.abc
 import importlib.machinery
 import sys
 import types
@@ -12,13 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 def provide(*packages: str) -> None:
     """Make ``packages`` and all their modules inert in this process."""
-    sys.meta_path.insert(0, _Finder(packages))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Finder(packages))
 
 
 class _Inert(types.ModuleType):
     """A module whose attributes are inert modules. A call returns the module; as a base class it adds nothing."""
 
-    __path__: ClassVar[list[str]] = []
+    __path__: ClassVar[list[str]] = []  # type: ignore[misc]
     __version__ = "99.0"
 
     def __getattr__(self, name: str) -> _Inert:
@@ -33,14 +34,14 @@ class _Inert(types.ModuleType):
         return ()
 
 
-class _Finder:
+class _Finder(importlib.abc.Loader):
     def __init__(self, packages: tuple[str, ...]) -> None:
         self.packages = packages
 
     def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
         if name.split(".", maxsplit=1)[0] not in self.packages:
             return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return _Inert(spec.name)

@@ -86,7 +86,7 @@ def compiled_for(architecture: int) -> Iterator[list[CompiledKernel]]:
         self.warmup(*args, **options)
 
     active = driver._active
-    driver.set_active(_NamedGpu(architecture))  # type: ignore[arg-type]
+    driver.set_active(_NamedGpu(architecture))
     try:
         with (
             mock.patch.object(JITFunction, "run", compile_only),
@@ -122,5 +122,5 @@ def _examine(kernel: triton.compiler.CompiledKernel) -> CompiledKernel:
 
 def _dump(path: str, option: str) -> str:
     """Return the output of cuobjdump for the machine code in ``path``."""
-    command = [PROGRAMS / "cuobjdump", option, path]
+    command = [str(PROGRAMS / "cuobjdump"), option, path]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout

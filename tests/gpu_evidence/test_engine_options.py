@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import subprocess
 import sys
 from typing import Any
 
@@ -12,15 +11,14 @@ import pytest
 import yaml
 
 from tests.gpu_evidence.engine_options import BASE, COLOCATED, EVERY, GOLDEN, MOVING, RECIPES, ROOT
+from tests.patience import run_patiently
 
 MODULE = "tests.gpu_evidence.engine_options"
 
 
 @pytest.fixture(scope="module")
 def now() -> str:
-    answer = subprocess.run(
-        [sys.executable, "-m", MODULE], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    answer = run_patiently([sys.executable, "-m", MODULE], cwd=ROOT)
     assert answer.returncode == 0, answer.stderr[-4000:]
     return answer.stdout
 
@@ -78,10 +76,7 @@ def test_what_the_recipes_count_on(now: str) -> None:
 
 def test_options_that_are_known_change_no_layout() -> None:
     """SGLang resolves each option for an H100. Only those of MOVING change the layout: updates read or refuse them."""
-    answer = subprocess.run(
-        [sys.executable, "-m", MODULE, "--layouts"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    answer = run_patiently([sys.executable, "-m", MODULE, "--layouts"], cwd=ROOT)
     assert answer.returncode == 0, answer.stderr[-4000:]
     found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
     moved = {f"{name}={value}": found.pop(f"{name}={value}") for name, value in MOVING.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from megatron_dppo.system.toolkit import toolkit_home
 from tests.gpu_evidence.jit_modules import MODULES
+from tests.patience import run_patiently
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
@@ -23,10 +23,11 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_is_built_for_an_h100(name: str, tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = run_patiently(
         [sys.executable, "-m", "tests.gpu_evidence.jit_modules", name, str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     functions = json.loads(done.stdout.splitlines()[-1])
     assert functions == [True] * len(MODULES[name][2])

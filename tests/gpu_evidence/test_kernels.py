@@ -156,7 +156,7 @@ def interpreted_hashes() -> list[tuple[str, str]]:
 
     from megatron_dppo.tensor_hash import tiled_hash
 
-    torch.Tensor.is_cuda = True  # type: ignore[misc,assignment]  # what the launch asks of its tensor
+    torch.Tensor.is_cuda = True  # what the launch asks of its tensor
     draw, hashes = torch.Generator().manual_seed(7), []
     for shape in SHAPES:
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn):

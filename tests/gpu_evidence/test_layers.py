@@ -114,7 +114,8 @@ def save_and_load(folder: str) -> dict[str, Any]:
         from megatron_dppo.trainer.checkpoint.state import model_state, rank_state
         from megatron_dppo.trainer.checkpoint.store import CheckpointStore
         from megatron_dppo.trainer.parking import drop_quantised_weights
-        from tests.distributed.test_checkpoint import hf_weights, make_trainer
+        from tests.distributed.test_checkpoint import make_trainer
+        from tests.whole_tensors import whole_weights
 
         found: dict[str, Any] = {}
 
@@ -140,7 +141,7 @@ def save_and_load(folder: str) -> dict[str, Any]:
         found["workspaces"] = [len(module._fp8_workspaces) for module in modules]
         store = CheckpointStore(f"{folder}/checkpoints", 1)
         expected = {(h.block.key, h.block.box): h.values.clone() for h in blocks(trainer)}
-        weights = hf_weights(trainer)
+        weights = whole_weights(trainer)
         store.save(trainer, 3, {"step": 3})
         trainer.close()
 
@@ -156,9 +157,9 @@ def save_and_load(folder: str) -> dict[str, Any]:
             restored.clear()
             store = CheckpointStore(f"{folder}/checkpoints", 1)
             (stored,) = CheckpointDirectory(f"{folder}/checkpoints", 1).survey().complete
-            before = hf_weights(trainer)
+            before = whole_weights(trainer)
             loop = store.load(trainer, stored)
-            now = hf_weights(trainer)
+            now = whole_weights(trainer)
             found[name] = {
                 "loop": loop,
                 "restored": len({id(module) for module in restored}),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import yaml
@@ -96,7 +96,7 @@ class TrainingRun:
         self._variables = {**own_variables, "PYTHONPATH": str(ROOT), **(variables or {})}
         self._command = [sys.executable, "-m", module, str(config), *overrides]
 
-    def __enter__(self) -> TrainingRun:
+    def __enter__(self) -> Self:
         servers = SharedForkServers()
         if self._shares_imports:
             servers = shared_imports.share_imports(self._config, self._overrides, self._variables)

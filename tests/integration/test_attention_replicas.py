@@ -58,13 +58,13 @@ def options(layout: tuple[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def sizes(layout: tuple[int, dict[str, Any]]) -> dict[str, int]:
+def sizes(layout: tuple[int, dict[str, Any]]) -> dict[str, Any]:
     return {"vocab_size": layout[0], **HEADS}
 
 
 @pytest.fixture(scope="module")
 def server(
-    tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any], sizes: dict[str, int]
+    tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any], sizes: dict[str, Any]
 ) -> Iterator[RunningServer]:
     folder = save_tiny_model(tmp_path_factory.mktemp("first"), **sizes)
     server = serve(folder, enable_return_routed_experts=True, **options)
@@ -73,7 +73,7 @@ def server(
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, sizes: dict[str, int]) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, sizes: dict[str, Any]) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     return save_tiny_model(folder, seed=1, **sizes)
 
@@ -152,7 +152,7 @@ def test_every_replica_records_the_routing_of_its_requests(server: RunningServer
     model = AutoModelForCausalLM.from_pretrained(server.folder, dtype=torch.float32)
     for request in requests:
         result = results[request.key]
-        expected = router_choices(model, result.token_ids)
+        expected = router_choices(model, result.token_ids.tolist())
         np.testing.assert_array_equal(result.columns["routed_experts"], expected)
 
 

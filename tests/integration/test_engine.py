@@ -148,7 +148,7 @@ def generate(runner, client, requests, **limits) -> Results:
 
 def make_requests(count: int, **fields) -> list[GenerationRequest]:
     """Return ``count`` requests over the prompts in turn. ``fields``: SamplingParams or column sources."""
-    columns = {k: fields.pop(k) for k in ("topk", "routed_experts") if k in fields}
+    columns: dict[str, Any] = {k: fields.pop(k) for k in ("topk", "routed_experts") if k in fields}
     sampling, prompts = SamplingParams(**fields), itertools.cycle(PROMPTS)
     return [GenerationRequest(i, next(prompts), sampling, columns) for i in range(count)]
 
@@ -215,7 +215,8 @@ def test_the_end_token_is_part_of_the_response_and_has_a_log_prob(runner, client
     reasons = set()
     for limit in (16, 1):  # most responses end within 16 tokens, few within one
         requests = make_requests(32, max_new_tokens=limit)
-        for key, result in generate(runner, client, requests).items():
+        results = generate(runner, client, requests)
+        for request, result in zip(requests, results.values(), strict=True):
             reasons.add(result.finish_reason)
             if result.finish_reason == "length":
                 assert result.sampled == limit
@@ -223,7 +224,7 @@ def test_the_end_token_is_part_of_the_response_and_has_a_log_prob(runner, client
                 continue
             assert result.response_ids[-1] in END_TOKENS
             assert not set(END_TOKENS) & set(result.response_ids[:-1].tolist())
-            expected = response_log_probs(reference, requests[key], result)
+            expected = response_log_probs(reference, request, result)
             assert abs(log_mu(result)[-1] - expected[-1]) < 1e-5
     assert reasons == {"stop", "length"}
 
@@ -241,7 +242,7 @@ def test_extra_stop_tokens_end_a_response(runner, client):
 def test_a_stop_text_ends_a_response_and_every_token_is_kept(runner, client, reference):
     """The tokens include the token that completes the stop text. The response's text ends before the stop text."""
     stop = ("3", "7", "+")  # No special token's name contains one of these texts.
-    decode = tiny_tokenizer().decode
+    decode: Any = tiny_tokenizer().decode
     requests = make_requests(24, max_new_tokens=64, stop=stop)
     ended = 0
     for request, result in zip(requests, generate(runner, client, requests).values(), strict=True):
@@ -455,7 +456,7 @@ def check_versions(request: GenerationRequest, result: Trajectory, models: list)
 
 
 def decode(token_ids, *, special: bool = True) -> str:
-    return tiny_tokenizer().decode(list(token_ids), skip_special_tokens=not special)
+    return str(tiny_tokenizer().decode(list(token_ids), skip_special_tokens=not special))
 
 
 async def load(weights: EngineWeights, folder: Path, version: int) -> None:
@@ -689,7 +690,7 @@ def test_an_abort_ends_one_request(runner, client):
         ]
         await wait_until_running(client, calls, 2, began)
         await asyncio.gather(client.abort("abort-0"), client.abort("abort-unknown"))
-        outcome = await asyncio.gather(calls[0], return_exceptions=True)
+        outcome: list[Any] = [*await asyncio.gather(calls[0], return_exceptions=True)]
         still_running = not calls[1].done()
         await client.control("/abort_request", {"abort_all": True})
         outcome += await asyncio.gather(calls[1], return_exceptions=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from statistics import fmean
 
@@ -11,6 +10,7 @@ import pytest
 
 from megatron_dppo.metrics.records import read_step_lines
 from tests.integration.runs import write_material
+from tests.patience import run_patiently
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 PROBLEMS, SAMPLES = 4, 4
@@ -18,7 +18,7 @@ PROBLEMS, SAMPLES = 4, 4
 
 def evaluate(config, *words):
     command = [sys.executable, "-m", "megatron_dppo", "evaluate", str(config), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_patiently(command)
 
 
 def test_alpaca_eval_receives_the_whole_answers_to_its_instructions(tmp_path):

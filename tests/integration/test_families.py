@@ -85,7 +85,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def run(request: pytest.FixtureRequest, config: Path) -> tuple[Path, str]:
     """The directory of a finished run, and its type of weights."""
     dtype, directory = request.param, config.parent / request.param
-    overrides = (f"run.steps={STEPS}", f"model.dtype={dtype}", *EXPERT_PARALLEL)
+    overrides: tuple[str, ...] = (f"run.steps={STEPS}", f"model.dtype={dtype}", *EXPERT_PARALLEL)
     family = load_model_shape(config.parent / "model").family
     if dtype != "float32" and FAMILY_TABLES[family].engine_has_config_dtype:
         start = config.parent / f"model in {dtype}"

@@ -97,7 +97,11 @@ def ask(
     requests = [
         GenerationRequest(i, (3 + i % 500, 3 + i // 500, 7), sampling) for i in range(count)
     ]
-    given = {"concurrency": 128, "responses_per_call": 4, "hang_timeout_s": 20} | limits
+    given: dict[str, Any] = {
+        "concurrency": 128,
+        "responses_per_call": 4,
+        "hang_timeout_s": 20,
+    } | limits
 
     responses = itertools.count(1)
 
@@ -276,7 +280,7 @@ def update_three_times(config_json: str, exported: str) -> list[list[str]]:
                     raise EngineAnswerError(f"planted in {name}")
                 await set_version(label)
 
-            weights.set_version = refuse
+            weights.set_version = refuse  # type: ignore[method-assign]
             return weights
 
     for chunk in trainer.chunks:

@@ -45,7 +45,7 @@ from tests.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden": 128,
     "head_dim": 32,
     "num_attention_heads": 8,

@@ -28,11 +28,6 @@ from tests.integration.runs import (
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
-    return write_material(tmp_path_factory.mktemp("one_step_off"))
-
-
 AHEAD = ("rollout.max_staleness=2", "rollout.interrupt=retract")
 
 

@@ -12,6 +12,7 @@ import signal
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -129,8 +130,14 @@ def run_small_arena(folder: Path) -> None:
     )  # fmt: skip
     claims.SETTINGS["even"] = Setting("even", "stale-1", ("run.steps=2",), "small")
     sides = Side("even", "dppo-binary-tv tv_threshold=0.1"), Side("even", "pg-is")
-    run.CLAIMS = findings.CLAIMS = (Claim("even", "nobody", "all do well", (Comparison(*sides),)),)
-    run.QUICK_CLAIMS, run.QUICK_SEEDS, findings.SEEDS = ("even",), (1, 2), (1, 2)
+    run_module, findings_module = cast(Any, run), cast(Any, findings)
+    claim = Claim("even", "nobody", "all do well", (Comparison(*sides),))
+    run_module.CLAIMS = findings_module.CLAIMS = (claim,)
+    run_module.QUICK_CLAIMS, run_module.QUICK_SEEDS, findings_module.SEEDS = (
+        ("even",),
+        (1, 2),
+        (1, 2),
+    )
     quick = ["--quick", "--processes", "1", "--results", str(results), "--out", str(folder / "out")]
 
     (folder / "interrupt").touch()

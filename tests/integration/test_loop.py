@@ -9,6 +9,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,22 +19,9 @@ from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
 from megatron_dppo.fleet.record import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from megatron_dppo.metrics.records import BATCH_FILES
 from megatron_dppo.system.lease import LeaseFiles
-from tests.integration.runs import (
-    GROUP,
-    PROMPTS,
-    TrainingRun,
-    records_of,
-    steps_of,
-    summary_of,
-    write_material,
-)
+from tests.integration.runs import GROUP, PROMPTS, TrainingRun, records_of, steps_of, summary_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
-    return write_material(tmp_path_factory.mktemp("loop"))
 
 
 def assert_every_response_counted_once(directory: Path, steps: int) -> None:
@@ -66,7 +54,7 @@ def disturbed_run(config):
     """A run of four steps, whose engine is killed while it generates for the third step."""
     keys = {API_KEY_VARIABLE: "api-key-of-the-run", ADMIN_KEY_VARIABLE: "admin-key-of-the-run"}
     # Responses of 160 tokens take seconds.
-    run = TrainingRun(config, "rollout.max_response_tokens=160", variables=keys)
+    run: Any = TrainingRun(config, "rollout.max_response_tokens=160", variables=keys)
     run.keys = list(keys.values())
     with run:
         run.wait_for_step(1)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,26 +14,13 @@ from megatron_dppo.fleet.record import FleetRecord, Server
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.ports import free_port
 from tests.integration.kept_fleet import kill, stop_scheduler
-from tests.integration.runs import (
-    GROUP,
-    PROMPTS,
-    ROOT,
-    TrainingRun,
-    records_of,
-    steps_of,
-    write_material,
-)
+from tests.integration.runs import GROUP, PROMPTS, ROOT, TrainingRun, records_of, steps_of
 from tests.integration.shared_launcher import shared_runtime
-from tests.patience import wait_healthy
+from tests.patience import run_patiently, wait_healthy
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 API_KEY, ADMIN_KEY = "elsewhere-user", "elsewhere-admin"
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
-    return write_material(tmp_path_factory.mktemp("fleet_loop"))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +54,7 @@ class FleetRun(TrainingRun):
     def command(self, *words: str) -> str:
         """Return the output of the user's command on this run."""
         command = [sys.executable, "-m", "megatron_dppo.fleet", str(self.directory), *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        done = run_patiently(command, cwd=ROOT, check=True)
         return done.stdout
 
     def server(self, name: str) -> Server:

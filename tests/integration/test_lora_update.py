@@ -28,6 +28,7 @@ from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
 from megatron_dppo.fleet.membership import Member
 from megatron_dppo.fleet.record import Keys, Server
+from megatron_dppo.model.quantization import Rounding
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
@@ -76,8 +77,11 @@ class DisturbedAdapters(AdapterWeights):
         super().__init__(trainer)
         self.folder = DisturbedFolder(self.folder.adapters, self.folder.shape, self.folder.base)
 
-    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        return [[log_prob + self.error for log_prob in each] for each in super().score(prompts)]
+    def score(
+        self, prompts: Sequence[Sequence[int]], *, rounding: Rounding | None = None
+    ) -> list[list[float]]:
+        scores = super().score(prompts, rounding=rounding)
+        return [[log_prob + self.error for log_prob in each] for each in scores]
 
 
 class DisturbedFolder(AdapterFolder):
@@ -115,7 +119,12 @@ def update_adapters(url: str, base: str, adapters: str, exported: str) -> dict[s
             value.mul_(1.05)
         try:
             report = updates.update(version)
-            outcome = [report.verified, report.bytes, report.tensors, report.canary is not None]
+            outcome: list[Any] = [
+                report.verified,
+                report.bytes,
+                report.tensors,
+                report.canary is not None,
+            ]
         except WeightUpdateError as error:
             outcome = [str(error)]
         steps.append([outcome, RUNNER.run(engine_state(url, base))])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.runs import ROOT, TrainingRun, records_of, summary_of, write_material
+from tests.patience import run_patiently
 from tests.unit.repository.test_extending import run, walks
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -46,13 +46,10 @@ def config(tmp_path_factory) -> Path:
 
 
 def convert(package: Path, *words: str | Path) -> str:
-    completed = subprocess.run(
+    completed = run_patiently(
         [sys.executable, "-m", "megatron_dppo.convert", *map(str, words)],
         cwd=package,
         env=os.environ | {"PYTHONPATH": python_path(package)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert completed.returncode == 0, completed.stderr
     return completed.stdout
@@ -60,9 +57,7 @@ def convert(package: Path, *words: str | Path) -> str:
 
 def test_the_package_itself_does_not_know_it(config):
     command = [sys.executable, "-m", "megatron_dppo.convert", "plan", "--hf-config"]
-    completed = subprocess.run(
-        [*command, config.parent / "model"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    completed = run_patiently([*command, config.parent / "model"], cwd=ROOT)
     assert completed.returncode == 2
     assert "model_type 'mixtral'; supported families: " in completed.stderr
     assert "'mixtral'" not in completed.stderr.partition("supported families: ")[2]

@@ -79,7 +79,7 @@ class Place:
 
 
 @contextmanager
-def serve_config(folder: Path, *settings: str, **sizes: int) -> Iterator[Place]:
+def serve_config(folder: Path, *settings: str, **sizes: Any) -> Iterator[Place]:
     """Write a configuration and start its server. Every step has the same prompts.
 
     ``sizes``: sizes of the model that differ from the tiny model's.

@@ -162,7 +162,8 @@ def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
         seen["recomputed"] += 1
         return log_probs(self, micro_batches)
 
-    Trainer.train_mini_batch, Trainer.log_probs = watched_train, watched_log_probs
+    trainer_class: Any = Trainer
+    trainer_class.train_mini_batch, trainer_class.log_probs = watched_train, watched_log_probs
     found = {}
     for name, topk_part in TOPK_PARTS.items():
         own = {

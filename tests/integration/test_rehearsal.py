@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.integration.runs import ROOT
+from tests.patience import run_patiently
 from tests.unit.repository.test_recipes import RECIPES, SUPERVISED
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -30,7 +32,7 @@ def recipe(folder: Path, **sections) -> Path:
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     for name in ("train", "held"):
         (folder / f"{name}.jsonl").write_text(lines)
-    tree = {
+    tree: dict[str, Any] = {
         "run": {"directory": str(folder / "real"), "steps": 100},
         "model": {"hf_checkpoint": "checkpoints/Qwen3-30B-A3B-Base"},
         "data": {
@@ -60,10 +62,11 @@ def recipe(folder: Path, **sections) -> Path:
 def rehearse(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megatron_dppo.cluster.rehearsal", *words]
     variables = {"PYTHONPATH": f"{ROOT}:{folder}"}
-    return subprocess.run(
-        [*command, f"--directory={folder / 'rehearsal'}"], cwd=folder,
-        env={**os.environ, **variables}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    return run_patiently(
+        [*command, f"--directory={folder / 'rehearsal'}"],
+        cwd=folder,
+        env={**os.environ, **variables},
+    )
 
 
 def test_a_recipe_of_ones_own_passes(tmp_path):

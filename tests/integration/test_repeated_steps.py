@@ -80,7 +80,7 @@ def test_a_run_goes_on_whatever_its_spool_has_lost(tmp_path: Path) -> None:
         for harm in HARMS:
             harmed_step = trained_steps(run)[-1] - 1
             rows = rows_until(run, harmed_step - 1)
-            kill_ranks(run, lambda spool, harm=harm, step=harmed_step: harm(spool, step))
+            kill_ranks(run, lambda spool, harm=harm, step=harmed_step: harm(spool, step))  # type: ignore[misc]
             if harm in (damage_frame, leave_whole):
                 # A second death comes before all steps are repeated. After ``damage_frame``, one response is generated.
                 kill_ranks(run, lambda spool: None)

@@ -87,8 +87,9 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
-        num_labels=1, pad_token_id=0, bos_token_id=None, eos_token_id=2, dtype=torch.float32,
+        pad_token_id=0, bos_token_id=None, eos_token_id=2, dtype=torch.float32,
     )  # fmt: skip
+    config.num_labels = 1
     model = LlamaForSequenceClassification(config).float()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -123,9 +124,8 @@ def transformers_score(folder: Path, given: RewardInput) -> float:
     """Return transformers' score of the conversation."""
     model = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     turns = [*given.messages, {"role": "assistant", "content": given.response}]
-    ids = AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        turns, return_dict=True, return_tensors="pt"
-    )["input_ids"]
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(turns, return_dict=True, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         return float(model(ids).logits[0, 0])
 
@@ -163,7 +163,7 @@ def test_a_run_trains_on_a_reward_models_scores(classifier, reward_model, tmp_pa
     with TrainingRun(path) as run:
         run.finish(timeout=600)
     model = LlamaForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(reward_model)
     problems = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     records = {record["step"]: record for record in records_of(run.directory)}
     for step in (1, 2):

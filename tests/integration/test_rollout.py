@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from statistics import fmean
 
@@ -11,6 +10,7 @@ import pytest
 
 from megatron_dppo.data.batch_file import load_batch
 from tests.integration.runs import GROUP, PROMPTS, TrainingRun, records_of, write_material
+from tests.patience import run_patiently
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
 REWARD = "reward.name=tests.unit.planted_rewards:of_every_character"
@@ -18,9 +18,7 @@ REWARD = "reward.name=tests.unit.planted_rewards:of_every_character"
 
 def generate(config, out, steps) -> str:
     command = [sys.executable, "-m", "megatron_dppo", "rollout", str(config), "--out", str(out)]
-    completed = subprocess.run(
-        [*command, f"run.steps={steps}", REWARD], capture_output=True, text=True, check=False
-    )
+    completed = run_patiently([*command, f"run.steps={steps}", REWARD])
     assert completed.returncode == 0, completed.stderr[-4000:]
     return completed.stdout
 

@@ -209,7 +209,7 @@ def test_a_server_that_joined_dies_in_each_phase(
         second.process.kill()
 
 
-FP8_SIZES = {
+FP8_SIZES: dict[str, Any] = {
     "hidden": 128,
     "head_dim": 32,
     "num_attention_heads": 8,
@@ -264,7 +264,7 @@ def send(
     if failure is not None and int(os.environ["RANK"]) == failure[0]:
         os.environ[failpoints.VARIABLE] = failure[1]
     trainer = Trainer(policy_config(folder, world_size=2, **parallel))
-    config = with_small_messages(WeightSyncConfig(strategy=strategy))
+    config = with_small_messages(WeightSyncConfig.model_validate({"strategy": strategy}))
 
     async def open_engine(url: str) -> EngineWeights:
         return await engine_weights(url, start_folder)
@@ -291,7 +291,7 @@ TRAINERS = [
 
 @pytest.mark.parametrize(("strategy", "parallel"), TRAINERS, ids=str)
 def test_two_trainer_ranks(
-    server: RunningServer, trained: Path, strategy: str, parallel: dict[str, int]
+    server: RunningServer, trained: Path, strategy: str, parallel: dict[str, Any]
 ) -> None:
     worker = "tests.integration.test_shards:send"
     where = (server.process.url, str(trained), str(server.folder), 10)

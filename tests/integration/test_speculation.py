@@ -166,7 +166,7 @@ def test_recorded_routing_is_that_of_the_accepted_tokens(
     steps = 0
     for request in requests:
         result = results[request.key]
-        expected = router_choices(model, result.token_ids)
+        expected = router_choices(model, result.token_ids.tolist())
         np.testing.assert_array_equal(result.columns["routed_experts"], expected)
         steps += result.verify_steps
     assert steps < len(requests) * 23

@@ -395,7 +395,7 @@ def test_other_strategies_keep_the_same_promises(
 ) -> None:
     new = read(trained)
     spoiled = server.weights(FolderSpoilingWeights)
-    options = {"strategy": strategy, "directory": str(tmp_path)}
+    options: dict[str, Any] = {"strategy": strategy, "directory": str(tmp_path)}
     with (
         arriving_as(flip_one_bit(new, {})),
         pytest.raises(WeightUpdateError, match="1 engine tensors differ from the trainer's"),

@@ -63,7 +63,7 @@ class RunningServer:
     dtype: str = "float32"
     quantization: str | None = None
 
-    def weights(self, kind: type[E] = EngineWeights) -> E:
+    def weights(self, kind: type[E] = EngineWeights) -> E:  # type: ignore[assignment]
         opening = engine_weights(self.process.url, self.folder, kind, self.dtype, self.quantization)
         return RUNNER.run(opening)
 
@@ -84,7 +84,7 @@ class RunningServer:
 async def engine_weights(
     url: str,
     folder: str | Path,
-    kind: type[E] = EngineWeights,
+    kind: type[E] = EngineWeights,  # type: ignore[assignment]
     dtype: str = "float32",
     quantization: str | None = None,
 ) -> E:

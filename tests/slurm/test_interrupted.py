@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.demo import material
+from tests.patience import run_patiently
 from tests.slurm.conftest import ROOT
 from tests.unit.config_files import write_checkpoint
 from tools.slurm_cluster.leftovers import processes_of
@@ -100,9 +101,7 @@ def test_it_ends_in_order_and_leaves_nothing(tmp_path, shown, how, code):
     if shown == FOLLOWED:
         demo.read_until(" (or watch")
         command = re.search(r"second terminal: (.*) \(or watch", demo.text)[1]
-        status = subprocess.run(
-            ["bash", "-c", command], cwd="/", capture_output=True, text=True, check=True
-        )
+        status = run_patiently(["bash", "-c", command], cwd="/", check=True)
         assert "state: job 1 " in status.stdout
     end_s = demo.end(how)
     assert demo.process.returncode == code, demo.text

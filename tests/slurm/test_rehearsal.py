@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import write_material
+from tests.patience import run_patiently
 from tests.slurm.conftest import ROOT
 from tools.slurm_cluster import Cluster
 
@@ -21,11 +22,11 @@ SITE = ("--set=gpus_per_node=0", "--set=processes_per_node=2", "--set=preflight=
 def rehearse(cluster: Cluster, config: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Submit a rehearsal as from a terminal, and wait for its end."""
     command = [sys.executable, "-m", "megatron_dppo.cluster.slurm", "submit", str(config)]
-    return subprocess.run(
-        [*command, "--rehearse", *SITE, *words], cwd=ROOT, check=False, text=True,
+    return run_patiently(
+        [*command, "--rehearse", *SITE, *words],
+        cwd=ROOT,
         env={**cluster.environment, "PYTHONPATH": str(ROOT), "HOME": os.environ.get("HOME", "/")},
-        capture_output=True,
-    )  # fmt: skip
+    )
 
 
 def test_a_file_that_the_nodes_do_not_see_is_named_with_the_node_and_the_key(

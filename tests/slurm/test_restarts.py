@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -161,7 +162,7 @@ def test_before_its_time_limit_a_job_saves_and_starts_again(cluster, folder):
 
 
 def test_a_node_that_the_preflight_finds_ill_is_excluded(isolated, folder):
-    site = {"preflight": True, "preflight_skip": ["all_reduce"]}
+    site: dict[str, Any] = {"preflight": True, "preflight_skip": ["all_reduce"]}
     bad = isolated.nodes[1]
     isolated.run_on(bad, "mount", "-o", "remount,size=64M", "/dev/shm")
     try:
@@ -179,7 +180,7 @@ def test_a_node_that_the_preflight_finds_ill_is_excluded(isolated, folder):
 
 
 def test_a_preflight_that_finds_no_node_fit_refuses_the_job(cluster, folder):
-    site = {"preflight": True, "preflight_skip": ["all_reduce"]}
+    site: dict[str, Any] = {"preflight": True, "preflight_skip": ["all_reduce"]}
     impossible = {"max_concurrent_requests": 2**31 - 1000}
     job = StandInJob(cluster, folder, rollout=impossible, **site).submit()
     assert job.wait_for_end()["JobState"] == "FAILED", job.log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_servers_of_a_heterogeneous_job_run_on_its_second_group(cluster, folder)
 
 def test_an_ill_node_of_the_second_group_is_excluded(cluster, folder, isolated):
     bad = isolated.nodes[2]
-    site = {"preflight": True, "preflight_skip": ["all_reduce"]}
+    site: dict[str, Any] = {"preflight": True, "preflight_skip": ["all_reduce"]}
     isolated.run_on(bad, "mount", "-o", "remount,size=64M", "/dev/shm")
     try:
         job = StandInJob(cluster, folder, **site).submit("--nodes=2", *SECOND_GROUP)

@@ -4,6 +4,7 @@ weights, no torch."""
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,18 @@ def write_config(folder: Path, tree: Any) -> Path:
     path = folder / "config.yaml"
     path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree))
     return path
+
+
+def refusals(text: str) -> list[tuple[list[str], str]]:
+    """Return the cases of ``text``: overrides as words of a shell, and the fault that they cause, indented below them.
+
+    A fault may have several lines. A line that begins with # is a comment.
+    """
+    cases: list[tuple[list[str], str]] = []
+    for line in text.strip().splitlines():
+        if line.startswith(" "):
+            overrides, fault = cases[-1]
+            cases[-1] = (overrides, f"{fault} {line.strip()}".strip())
+        elif not line.startswith("#"):
+            cases.append((shlex.split(line), ""))
+    return cases

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from tests.unit.planted_environments import map_untouched
 
-TOOL = {
+TOOL: Any = {
     "type": "function",
     "function": {
         "name": "add",
@@ -54,7 +54,7 @@ async def calling_tools(problem: Any, session: Any) -> str:
         answer = await client.chat.completions.create(
             model=session.model, messages=messages, tools=[TOOL]
         )
-        message = answer.choices[0].message
+        message: Any = answer.choices[0].message
         messages.append(message)
         if answer.choices[0].finish_reason != "tool_calls":
             return f"= {message.content}"
@@ -102,7 +102,8 @@ async def asking_together(problem: Any, session: Any) -> float:
 
 async def asking_for_more(problem: Any, session: Any) -> None:
     client, messages = client_of(session), first_messages(problem)
-    for settings in ({}, {"temperature": 0.5}):
+    further: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.5})
+    for settings in further:
         await client.chat.completions.create(model=session.model, messages=messages, **settings)
 
 
@@ -163,7 +164,7 @@ def main() -> None:
     if mode == "doubtful":
         print(json.dumps({"reward": len(by_a_framework(problem["prompt"], 1)) % 3 / 10}))
         return
-    messages = [{"role": "user", "content": problem["prompt"]}]
+    messages: Any = [{"role": "user", "content": problem["prompt"]}]
     answer = OpenAI().chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
     print("said", answer.choices[0].message.content, flush=True)
     if mode == "fail":

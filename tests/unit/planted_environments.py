@@ -9,9 +9,10 @@ import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.environments import ChatCall, Step, Turn
+from megatron_dppo.environments import Step, Turn
 from megatron_dppo.system.secret_variables import program_environment
 
 
@@ -102,10 +103,10 @@ class Answering(Counting):
         super().__init__()
         self.first, self.answer = first, step
 
-    async def reset(self, problem: Problem) -> str | ChatCall:
+    async def reset(self, problem: Problem) -> Any:
         return eval(self.first)
 
-    async def step(self, turn: Turn) -> object:
+    async def step(self, turn: Turn) -> Any:
         return eval(self.answer)
 
 
@@ -137,7 +138,7 @@ class Halving(Counting):
 
     async def step(self, turn: Turn) -> Step:
         step = await super().step(turn)
-        return replace(step, observation=step.observation + "\ud83d")
+        return replace(step, observation=f"{step.observation}\ud83d")
 
 
 class Huge(Counting):

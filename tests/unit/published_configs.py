@@ -6,6 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from megatron_dppo.model.errors import UnsupportedModelError
+from megatron_dppo.model.families import load_model_shape
+
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
 
 FAMILY_FOLDERS = {
@@ -45,3 +50,10 @@ def written(folder: Path, values: dict[str, Any]) -> Path:
     """Write ``values`` as the config.json of ``folder``, and return the folder."""
     (folder / "config.json").write_text(json.dumps(values))
     return folder
+
+
+def refused_keys(folder: Path, values: dict[str, Any]) -> list[str]:
+    """Return the keys for which the model with ``values`` in its config.json is refused."""
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model_shape(written(folder, values))
+    return [fault.split(": ", 1)[1].split()[0].rstrip(":") for fault in caught.value.faults]

@@ -6,8 +6,20 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
+class HubServer(ThreadingHTTPServer):
+    """A server with the path and body of each request, its own address, and whether its repositories are public."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Hub)
+        self.is_public = False
+        self.asked: list[tuple[str, bytes]] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
 class Hub(BaseHTTPRequestHandler):
     """Answers as the hub does for files that are small enough to be part of the commit request."""
+
+    server: HubServer
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -43,11 +55,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def small_hub():
-    """Yield a server: ``asked`` has path and body of each request, ``url`` is the server's address, and ``is_public``
-    says whether its repositories are public."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.is_public = False
-    server.asked, server.url = [], f"http://127.0.0.1:{server.server_address[1]}"
+    server = HubServer()
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield server

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.engine.errors import EngineStartError
 from megatron_dppo.engine.process import last_exception_of
@@ -132,7 +133,7 @@ def main() -> int:
         record.sync_configured(spec["attached"])
 
         def supervised_server(name: str, codes: list[str]) -> SupervisedServer:
-            def make_engine(incarnation: int) -> StandInEngine:
+            def make_engine(incarnation: int) -> Any:
                 code = prelude + codes[min(incarnation, len(codes)) - 1]
                 return StandInEngine(code, directory, name, incarnation)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -219,7 +220,9 @@ def test_merged_parts_are_the_parts_of_the_merged_matrix(name, ranks):
     compared = set()
     for rank in range(ranks):
         linears = adapted_linears(model_adapters, shape, layout, rank)
-        modules = [DenseAdapter(linear, options) for linear in linears if not linear.of_experts]
+        modules: list[Any] = [
+            DenseAdapter(linear, options) for linear in linears if not linear.of_experts
+        ]
         table = adapter_parameters(model_adapters, shape, layout, rank)
         fill(modules, (p for p in table if ".experts." not in p.name), read, tensors)
         weights = {p.name: p for p in local_parameters(shape, layout, rank)}

@@ -416,6 +416,7 @@ def test_a_framework_needs_no_more_than_openais_variables():
             assert [tool["function"]["name"] for tool in call.tools] == ["add"]
             step = await agent.step(Turn(ADD, (1,)))
             result = {"role": "tool", "content": "8", "tool_call_id": "call_0_0"}
+            assert isinstance(step.observation, ChatCall)
             assert step.observation.messages == [result]
             assert step.observation.tools == call.tools
             last_step = await agent.step(Turn("It is 8.", (1,)))
@@ -798,6 +799,7 @@ def test_a_body_that_is_too_large_is_a_refusal():
             with pytest.raises(openai.APIStatusError, match="1048576") as error:
                 await say(client, user("x" * (1 << 20)))
             assert error.value.status_code == 413
+            assert isinstance(error.value.body, dict)
             assert error.value.body["type"] == "invalid_request_error"
             assert "1048576" in conversation.refusal
 

@@ -15,7 +15,7 @@ from megatron_dppo.model.families import (
     unknown_key_warnings,
     with_language_model_values,
 )
-from tests.unit.published_configs import published_family, written
+from tests.unit.published_configs import published_family, refused_keys, written
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 4,
@@ -107,10 +107,7 @@ def test_an_altered_config_is_refused_by_its_keys(
     tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], keys: set[str]
 ) -> None:
     load_model_shape(written(tmp_path, base))
-    with pytest.raises(UnsupportedModelError) as caught:
-        load_model_shape(written(tmp_path, base | changes))
-    lines = [line.split(": ", 1)[1] for line in caught.value.faults]
-    assert {line.replace(":", " ").split()[0] for line in lines} == keys
+    assert set(refused_keys(tmp_path, base | changes)) == keys
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors.numpy import load, save
 from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, load_batch, save_batch
 from megatron_dppo.data.trajectory import Trajectory
 from tests.messages import mentioning
-from tests.trajectories import same
+from tests.trajectories import masked, same
 
 
 def trajectory(i: int, response: list[int], **columns) -> Trajectory:
@@ -61,7 +61,7 @@ def test_a_ragged_batch_comes_back_as_it_went(tmp_path):
 
 def test_several_turns_and_the_tool_s_output_between_them_come_back(tmp_path):
     tokens, mask = [1, 2, 7, 8, 30, 31, 9], [False, False, True, True, False, False, True]
-    whole = Trajectory(3, 1, tokens, mask, {"rollout_log_probs": [-1.0, -2.0, -3.0]})
+    whole = masked(tokens, mask, problem_id=3, rollout_log_probs=[-1.0, -2.0, -3.0])
     assert all_same(save_and_load(tmp_path, [whole, trajectory(0, [7]).without("weight_version")]), [
         whole, trajectory(0, [7]).without("weight_version"),
     ])  # fmt: skip

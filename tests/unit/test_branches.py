@@ -168,7 +168,7 @@ def test_what_the_loss_saw_goes_back_to_the_response():
 def test_a_response_is_planned_whole_and_counts_once():
     """There are two groups of two. Branches of 7 and 4 tokens are padded to 8 and 4, and cost 8^2 + 4^2, not 12^2."""
     batch = [joined(), FIRST, FIRST, SECOND]
-    config = Config(
+    config: Any = Config(
         AlgorithmConfig(aggregation="sequence-mean-token-sum"),
         Part(group_size=2),
         Part(prompts_per_mini_batch=1, micro_batch_tokens=12),

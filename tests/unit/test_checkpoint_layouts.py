@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +25,12 @@ Tensors = dict[str, torch.Tensor]
 BLOCK = 32
 
 
-def model(folder: Path, change: Callable[[Tensors], object], **options: object) -> Path:
-    """Save a tiny model whose tensors ``change`` alters in place."""
-    hf = save_tiny_model(folder, **options)  # type: ignore[arg-type]
+def model(folder: Path, *changes: Callable[[Tensors], object], **options: Any) -> Path:
+    """Save a tiny model whose tensors ``changes`` alter in place, one after the other."""
+    hf = save_tiny_model(folder, **options)
     tensors = load_file(hf / "model.safetensors")
-    change(tensors)
+    for change in changes:
+        change(tensors)
     save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
     return hf
 
@@ -103,7 +105,7 @@ def test_a_run_does_not_start_from_experts_in_one_tensor(tmp_path):
     ids=["an expert twice", "odd rows", "too many experts"],
 )
 def test_experts_that_do_not_fit_are_refused(tmp_path, change):
-    hf = model(tmp_path / "hf", lambda tensors: (fuse(tensors), change(tensors)))
+    hf = model(tmp_path / "hf", fuse, change)
     with pytest.raises(CheckpointError, match=r"experts\."):
         hf_to_megatron(hf, tmp_path / "m")
 
@@ -178,7 +180,7 @@ BAD_SCALES: dict[str, tuple[Callable[[Tensors], object], dict[str, object], str]
 
 @pytest.mark.parametrize(("change", "scheme", "words"), BAD_SCALES.values(), ids=BAD_SCALES)
 def test_scales_that_do_not_fit_are_refused(tmp_path, change, scheme, words):
-    hf = model(tmp_path / "hf", lambda t: (quantize(t), change(t)), family="qwen3")
+    hf = model(tmp_path / "hf", quantize, change, family="qwen3")
     declare_fp8(hf, **scheme)
     with pytest.raises(CheckpointError, match=words):
         hf_to_megatron(hf, tmp_path / "m", dtype="bfloat16")

@@ -33,6 +33,8 @@ def test_groups_of_which_a_rank_has_nothing_count_no_steps():
     """Transformer Engine's FusedAdam does not count steps of empty groups, and a resumed run must be able to save."""
     from megatron_dppo.trainer.checkpoint.state import optimizer_steps, set_steps
 
+    full: dict[str, Any]
+    empty: dict[str, Any]
     full, empty = {"params": [torch.zeros(1)]}, {"params": []}
     inner = SimpleNamespace(param_groups=[full, empty], state={})
     optimizer: Any = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)])

@@ -32,9 +32,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 def imported_by(statement: str, names: Sequence[str]) -> tuple[list[str], str]:
     """Return which of ``names`` a fresh interpreter has imported after ``statement``, and the statement's output."""
     code = f"import sys; {statement}; print(*(n for n in {tuple(names)!r} if n in sys.modules))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    result = run_patiently([sys.executable, "-c", code])
     assert result.returncode == 0, result.stderr
     *output, imported = result.stdout.splitlines()
     return imported.split(), "\n".join(output)

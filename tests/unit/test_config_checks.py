@@ -10,7 +10,7 @@ from megatron_dppo.config.layout import describe
 from megatron_dppo.config.schema import EngineConfig, SupervisedConfig
 from megatron_dppo.model.splits import padded_vocab_size
 from tests.messages import mentioning, mentions
-from tests.unit.config_files import DENSE, MOE, minimal, write_config
+from tests.unit.config_files import DENSE, MOE, minimal, refusals, write_config
 
 
 @pytest.fixture
@@ -149,302 +149,168 @@ def test_layouts_that_fit(check, overrides):
     check(*overrides)
 
 
-REFUSED = [
-    (
-        ["optimizer.schedule=cosine"],
-        "optimizer.decay_steps: got null with schedule 'cosine', expected more than "
-        "optimizer.warmup_steps, 0",
-    ),
-    (
-        ["optimizer.schedule=linear", "optimizer.warmup_steps=5", "optimizer.decay_steps=5"],
-        "optimizer.decay_steps: got 5 (int) with schedule 'linear', expected more than",
-    ),
-    (
-        ["optimizer.decay_steps=5"],
-        "optimizer.schedule: got 'constant' with decay_steps 5 (int) and min_lr 0.0, expected",
-    ),
-    (
-        ["algorithm.overlong_tokens=1000000"],
-        "algorithm.overlong_tokens: got 1000000, expected at most rollout.max_response_tokens",
-    ),
-    (
-        ["optimizer.schedule=linear", "optimizer.decay_steps=9", "optimizer.min_lr=1"],
-        "optimizer.min_lr: got 1.0, expected at most optimizer.lr",
-    ),
-    (
-        [WORLD + "3", "parallel.tensor=2"],
-        "parallel.world_size: got 3, expected a multiple of tensor x pipeline = 2 x 1 = 2",
-    ),
-    (
-        [WORLD + "2", "parallel.expert=4"],
-        "parallel.world_size: got 2, expected a multiple of expert_tensor x expert x pipeline = 1 "
-        "x 4 x 1 = 4",
-    ),
-    (
-        [WORLD + "2", "parallel.tensor=2", "parallel.expert_tensor=1"],
-        "parallel.expert_tensor: got 1 with expert 1 and tensor 2, expected 2: Megatron-Core "
-        "0.16.1 does not",
-    ),
-    (
-        [WORLD + "2", "parallel.expert_tensor=2"],
-        "parallel.expert_tensor: got 2 with expert 1 and tensor 1, expected 1",
-    ),
-    (
-        [WORLD + "2", "parallel.tensor=2", "parallel.sequence=false"],
-        "parallel.sequence: got false with tensor 2, expected true or null",
-    ),
-    (["parallel.sequence=true"], "parallel.sequence: got true with tensor 1, expected null"),
-    (
-        [WORLD + "3", "parallel.expert=3", "rollout.prompts_per_step=12"],
-        "parallel.expert: got 3, expected a divisor of the model's 8 experts",
-    ),
-    (
-        [WORLD + "3", "parallel.tensor=3"],
-        "parallel.tensor: got 3, expected a divisor or a multiple of the model's 2 key-value heads",
-    ),
-    (
-        [WORLD + "3", "parallel.tensor=3"],
-        "parallel.tensor: got 3, expected a divisor of the model's 4 attention heads",
-    ),
-    (
-        [WORLD + "3", "parallel.pipeline=3"],
-        "parallel.pipeline: got 3, expected a divisor of the model's 4 layers",
-    ),
-    (
-        [WORLD + "2", "parallel.pipeline=2", "parallel.virtual_pipeline=3"],
-        "parallel.pipeline: got 2 x virtual_pipeline = 2 x 3, expected a divisor of the model's 4 "
-        "layers",
-    ),
-    (
-        ["parallel.virtual_pipeline=2"],
-        "parallel.virtual_pipeline: got 2 with pipeline 1, expected null",
-    ),
-    (
-        [
-            WORLD + "6",
-            "parallel.expert=2",
-            "parallel.expert_tensor=3",
-            "rollout.prompts_per_step=12",
-        ],
-        "parallel.expert_tensor: got 3, expected a divisor of the experts' MLP size 32",
-    ),
-    (
-        ["megatron.moe_token_dispatcher_type=allgather"],
-        "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall'",
-    ),
-    (
-        ["rollout.router_replay=true", "megatron.moe_router_fusion=true"],
-        "megatron.moe_router_fusion: got true (bool) with rollout.router_replay, expected nothing: the "
-        "fused router",
-    ),
-    (
-        ["megatron.cuda_graph_impl=local"],
-        "megatron.cuda_graph_impl: got 'local' (str), expected it off",
-    ),
-    (
-        ["megatron.fp8=e4m3", "training.recompute=selective"],
-        "megatron.fp8_recipe: got 'delayed' (Megatron-Core's default) with training.recompute selective",
-    ),
-    (["megatron.moe_aux_loss_coeff=0.01"], "megatron.moe_aux_loss_coeff: got 0.01"),
-    (["sglang.dp_size=2"], "sglang.dp_size: got 2"),
-    (
-        ["sglang.moe_runner_backend=auto"],
-        "sglang.moe_runner_backend: got 'auto' (str), expected 'triton'",
-    ),
-    (
-        ["training.prompts_per_mini_batch=3"],
-        "training.prompts_per_mini_batch: got 3, expected a divisor of rollout.prompts_per_step = "
-        "8",
-    ),
-    (
-        [WORLD + "3"],
-        "rollout.prompts_per_step: got 8, expected a multiple of the 3 data-parallel ranks",
-    ),
-    (
-        [WORLD + "16"],
-        "rollout.prompts_per_step: got 8, expected a multiple of the 16 data-parallel ranks",
-    ),
-    (
-        [WORLD + "8", "training.prompts_per_mini_batch=1"],
-        "training.prompts_per_mini_batch: got 1 x rollout.group_size 4 = 4 responses in an "
-        "optimiser step, expected at least one for each of the 8",
-    ),
-    (
-        ["rollout.top_p=0.95"],
-        "rollout.top_p: got 0.95, expected 1: the engine's log-probabilities ignore the truncation",
-    ),
-    (["rollout.top_k=50"], "rollout.top_k: got 50, expected -1 (off)"),
-    (
-        ["algorithm.reference_estimator=k2"],
-        "algorithm.reference_estimator: got 'k2' (str) with algorithm.reference_kl 0 (off), expected "
-        "algorithm.reference_kl above 0, or no algorithm.reference_estimator",
-    ),
-    (
-        ["algorithm.reference_importance_weights=true"],
-        "algorithm.reference_importance_weights: got true (bool) with algorithm.reference_kl 0 (off)",
-    ),
-    (
-        ["algorithm.aggregation=token-mean", "algorithm.aggregation_constant=64"],
-        "algorithm.aggregation_constant: got 64.0 with aggregation 'token-mean', expected null",
-    ),
-    (
-        ["data.train=none.jsonl"],
-        "data.train: got 'none.jsonl', expected a JSONL or Parquet file, relative to",
-    ),
-    (
-        ["data.evaluation.aime24=none.jsonl"],
-        "data.evaluation.aime24: got 'none.jsonl', expected a JSONL or Parquet file",
-    ),
-    (["data.train=[]"], "data.train: got an empty list, expected at least one file"),
-    (
-        ["data.train=[{path: a.jsonl}, {path: none.parquet}]"],
-        "data.train[1].path: got 'none.parquet', expected a JSONL or Parquet file",
-    ),
-    (
-        ["data.train=[{path: a.jsonl}, {path: b.jsonl}, {path: a.jsonl}]"],
-        "data.train: 'a.jsonl' is there twice, expected each file once",
-    ),
-    (
-        ["data.train=[{path: a.jsonl, weight: 2}, {path: b.jsonl}]"],
-        "data.train[1].weight: missing, expected one for each file, or for none",
-    ),
-    (
-        ["data.evaluation={aime24: {path: none.parquet, answer_key: label}}"],
-        "data.evaluation.aime24: got 'none.parquet', expected a JSONL or Parquet file",
-    ),
-    (
-        ["data.prompt_template=Solve this."],
-        "data.prompt_template: got 'Solve this.', expected {prompt} in it once",
-    ),
-    (
-        ["data.prompt_template='{prompt} and {prompt}'"],
-        "data.prompt_template: got '{prompt} and {prompt}', expected {prompt} in it once",
-    ),
-    (
-        ["data.system_prompt=Think.", "data.apply_chat_template=false"],
-        "data.system_prompt: got one with data.apply_chat_template false, expected null",
-    ),
-    (
-        ["data.chat_template_arguments={tools: [], enable_thinking: false}"],
-        "data.chat_template_arguments.tools: got []",
-    ),
-    (["rollout.stop=['']"], "rollout.stop: got an empty text"),
-    (
-        [f"rollout.stop={[str(i) for i in range(33)]}"],
-        "rollout.stop: got 33 texts, expected at most 32",
-    ),
-    (
-        ["rollout.replay_from=nowhere"],
-        "rollout.replay_from: got 'nowhere', expected a folder of rollout batches",
-    ),
-    (
-        ["engine.urls=[localhost:3000]"],
-        "engine.urls: got 'localhost:3000', expected http://host:port",
-    ),
-    (
-        ["data.max_prompt_tokens=2000"],
-        "rollout.max_response_tokens: got 64, with data.max_prompt_tokens 2000 that is 2064, "
-        "expected at most 46: the model's 2048 positions, of which SGLang fills all but 2",
-    ),
-    (
-        ["data.max_prompt_tokens=1979", "rollout.interrupt=abort"],
-        "rollout.max_response_tokens: got 64, with data.max_prompt_tokens 1979 that is 2043, "
-        "expected at most 63: the model's 2048 positions, of which SGLang fills all but 6",
-    ),
-    (
-        ["data.max_prompt_tokens=2042", "rollout.max_response_tokens=4"],
-        "data.max_prompt_tokens: got 2042, expected at most 2041: the model's 2048 positions, of which "
-        "SGLang fills all but 7 with a prompt",
-    ),
-    (
-        ["evaluation.max_response_tokens=1023"],
-        "evaluation.max_response_tokens: got 1023, with data.max_prompt_tokens 1024",
-    ),
-    (
-        ["rollout.topk_log_probs=512"],
-        "rollout.topk_log_probs: got 512, expected at most the vocabulary's 511",
-    ),
-    (
-        ["rollout.stop_token_ids=[3, 511]"],
-        "rollout.stop_token_ids: got [511], expected ids below the vocabulary's 511",
-    ),
-    (
-        ["rollout.replay_from=."],
-        "rollout.replay_from: got '.', expected a folder of rollout batches (step_*.safetensors)",
-    ),
-    (["checkpoint.upload=sums"], "checkpoint.upload: got 'sums', expected OWNER/NAME"),
-    (
-        ["checkpoint.upload=me/sums", "checkpoint.export_hf=false"],
-        "checkpoint.upload: got 'me/sums', but checkpoint.export_hf is false: nothing is there to",
-    ),
-    (["profile.ranks=[0, 99]"], "profile.ranks: got [99], expected ranks from 0 to 0"),
-    (["profile.ranks=[-1]"], "profile.ranks: got [-1], expected ranks from 0 to 0"),
-    (
-        ["profile.steps=[0, 1, 999999]"],
-        "profile.steps: got [0, 999999], expected steps from 1 to run.steps",
-    ),
-    (
-        ["rollout.prompts_per_step=1048576", "rollout.group_size=65536"],
-        "rollout.group_size: got 65536, with rollout.prompts_per_step 1048576 that is 68719476736 "
-        "responses in a batch, expected at most 16777216",
-    ),
-    (
-        ["engine.urls=['http://rob:hunter2@a:3000']"],
-        "engine.urls: got one for a with a user or a password in it, expected http://host:port",
-    ),
-    (
-        ["rollout.replay_from=.", "rollout.max_staleness=1"],
-        "rollout.max_staleness: got 1 with rollout.replay_from, expected 0",
-    ),
-    (
-        ["weight_sync.changes_only=true", "weight_sync.strategy=disk"],
-        "weight_sync.changes_only: got true with weight_sync.strategy disk",
-    ),
-    (
-        ["weight_sync.changes_only=true", "engine.placement=colocated"],
-        "weight_sync.changes_only: got true with engine.placement colocated",
-    ),
-    (
-        ["engine.atomic_updates=true", "weight_sync.strategy=disk"],
-        "engine.atomic_updates: got true with weight_sync.strategy disk",
-    ),
-    (
-        ["engine.atomic_updates=true", "engine.placement=colocated"],
-        "engine.atomic_updates: got true with engine.placement colocated",
-    ),
-    (
-        ["engine.placement=colocated", "engine.urls=['http://a:3000']"],
-        "engine.placement: got colocated with engine.urls, expected separate: servers that run elsewhere",
-    ),
-    (
-        ["engine.placement=colocated", "rollout.max_staleness=1"],
-        "rollout.interrupt: got drain with engine.placement colocated and rollout.max_staleness 1, expected retract",
-    ),
-    (
-        ["engine.placement=colocated", "engine.device=cuda"],
-        "weight_sync.strategy: got distributed with engine.placement colocated, expected tensor or disk",
-    ),
-    (
-        ["rollout.oversampling=1.5"],
-        "rollout.oversampling: got 1.5, expected 1 without rollout.drop_zero_variance_groups",
-    ),
-    (
-        ["engine.deterministic=true", "rollout.responses_per_call=2"],
-        "rollout.responses_per_call: got 2, expected 1 with engine.deterministic",
-    ),
-    (
-        ["environment.name=calculator", "environment.credit=turn", "algorithm.name=gspo"],
-        "environment.credit: got turn with algorithm.name gspo, expected trajectory: the rule of gspo",
-    ),
-    (
-        ["environment.name=calculator", "environment.credit=turn", "algorithm.name=unknown"],
-        "algorithm: unknown algorithm 'unknown'",
-    ),
-    (
-        ["reward.name=environment"],
-        "reward.name: got environment and no environment.name, expected an environment",
-    ),
-]
+REFUSED = refusals(
+    """
+optimizer.schedule=cosine
+    optimizer.decay_steps: got null with schedule 'cosine', expected more than optimizer.warmup_steps, 0
+optimizer.schedule=linear optimizer.warmup_steps=5 optimizer.decay_steps=5
+    optimizer.decay_steps: got 5 (int) with schedule 'linear', expected more than
+optimizer.decay_steps=5
+    optimizer.schedule: got 'constant' with decay_steps 5 (int) and min_lr 0.0, expected
+algorithm.overlong_tokens=1000000
+    algorithm.overlong_tokens: got 1000000, expected at most rollout.max_response_tokens
+optimizer.schedule=linear optimizer.decay_steps=9 optimizer.min_lr=1
+    optimizer.min_lr: got 1.0, expected at most optimizer.lr
+parallel.world_size=3 parallel.tensor=2
+    parallel.world_size: got 3, expected a multiple of tensor x pipeline = 2 x 1 = 2
+parallel.world_size=2 parallel.expert=4
+    parallel.world_size: got 2, expected a multiple of expert_tensor x expert x pipeline = 1 x 4 x 1 = 4
+parallel.world_size=2 parallel.tensor=2 parallel.expert_tensor=1
+    parallel.expert_tensor: got 1 with expert 1 and tensor 2, expected 2: Megatron-Core 0.16.1 does not
+parallel.world_size=2 parallel.expert_tensor=2
+    parallel.expert_tensor: got 2 with expert 1 and tensor 1, expected 1
+parallel.world_size=2 parallel.tensor=2 parallel.sequence=false
+    parallel.sequence: got false with tensor 2, expected true or null
+parallel.sequence=true
+    parallel.sequence: got true with tensor 1, expected null
+parallel.world_size=3 parallel.expert=3 rollout.prompts_per_step=12
+    parallel.expert: got 3, expected a divisor of the model's 8 experts
+parallel.world_size=3 parallel.tensor=3
+    parallel.tensor: got 3, expected a divisor or a multiple of the model's 2 key-value heads
+parallel.world_size=3 parallel.tensor=3
+    parallel.tensor: got 3, expected a divisor of the model's 4 attention heads
+parallel.world_size=3 parallel.pipeline=3
+    parallel.pipeline: got 3, expected a divisor of the model's 4 layers
+parallel.world_size=2 parallel.pipeline=2 parallel.virtual_pipeline=3
+    parallel.pipeline: got 2 x virtual_pipeline = 2 x 3, expected a divisor of the model's 4 layers
+parallel.virtual_pipeline=2
+    parallel.virtual_pipeline: got 2 with pipeline 1, expected null
+parallel.world_size=6 parallel.expert=2 parallel.expert_tensor=3 rollout.prompts_per_step=12
+    parallel.expert_tensor: got 3, expected a divisor of the experts' MLP size 32
+megatron.moe_token_dispatcher_type=allgather
+    megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall'
+rollout.router_replay=true megatron.moe_router_fusion=true
+    megatron.moe_router_fusion: got true (bool) with rollout.router_replay, expected nothing: the fused router
+megatron.cuda_graph_impl=local
+    megatron.cuda_graph_impl: got 'local' (str), expected it off
+megatron.fp8=e4m3 training.recompute=selective
+    megatron.fp8_recipe: got 'delayed' (Megatron-Core's default) with training.recompute selective
+megatron.moe_aux_loss_coeff=0.01
+    megatron.moe_aux_loss_coeff: got 0.01
+sglang.dp_size=2
+    sglang.dp_size: got 2
+sglang.moe_runner_backend=auto
+    sglang.moe_runner_backend: got 'auto' (str), expected 'triton'
+training.prompts_per_mini_batch=3
+    training.prompts_per_mini_batch: got 3, expected a divisor of rollout.prompts_per_step = 8
+parallel.world_size=3
+    rollout.prompts_per_step: got 8, expected a multiple of the 3 data-parallel ranks
+parallel.world_size=16
+    rollout.prompts_per_step: got 8, expected a multiple of the 16 data-parallel ranks
+parallel.world_size=8 training.prompts_per_mini_batch=1
+    training.prompts_per_mini_batch: got 1 x rollout.group_size 4 = 4 responses in an optimiser step, expected at
+        least one for each of the 8
+rollout.top_p=0.95
+    rollout.top_p: got 0.95, expected 1: the engine's log-probabilities ignore the truncation
+rollout.top_k=50
+    rollout.top_k: got 50, expected -1 (off)
+algorithm.reference_estimator=k2
+    algorithm.reference_estimator: got 'k2' (str) with algorithm.reference_kl 0 (off), expected
+        algorithm.reference_kl above 0, or no algorithm.reference_estimator
+algorithm.reference_importance_weights=true
+    algorithm.reference_importance_weights: got true (bool) with algorithm.reference_kl 0 (off)
+algorithm.aggregation=token-mean algorithm.aggregation_constant=64
+    algorithm.aggregation_constant: got 64.0 with aggregation 'token-mean', expected null
+data.train=none.jsonl
+    data.train: got 'none.jsonl', expected a JSONL or Parquet file, relative to
+data.evaluation.aime24=none.jsonl
+    data.evaluation.aime24: got 'none.jsonl', expected a JSONL or Parquet file
+data.train=[]
+    data.train: got an empty list, expected at least one file
+'data.train=[{path: a.jsonl}, {path: none.parquet}]'
+    data.train[1].path: got 'none.parquet', expected a JSONL or Parquet file
+'data.train=[{path: a.jsonl}, {path: b.jsonl}, {path: a.jsonl}]'
+    data.train: 'a.jsonl' is there twice, expected each file once
+'data.train=[{path: a.jsonl, weight: 2}, {path: b.jsonl}]'
+    data.train[1].weight: missing, expected one for each file, or for none
+'data.evaluation={aime24: {path: none.parquet, answer_key: label}}'
+    data.evaluation.aime24: got 'none.parquet', expected a JSONL or Parquet file
+'data.prompt_template=Solve this.'
+    data.prompt_template: got 'Solve this.', expected {prompt} in it once
+"data.prompt_template='{prompt} and {prompt}'"
+    data.prompt_template: got '{prompt} and {prompt}', expected {prompt} in it once
+data.system_prompt=Think. data.apply_chat_template=false
+    data.system_prompt: got one with data.apply_chat_template false, expected null
+'data.chat_template_arguments={tools: [], enable_thinking: false}'
+    data.chat_template_arguments.tools: got []
+"rollout.stop=['']"
+    rollout.stop: got an empty text
+rollout.replay_from=nowhere
+    rollout.replay_from: got 'nowhere', expected a folder of rollout batches
+engine.urls=[localhost:3000]
+    engine.urls: got 'localhost:3000', expected http://host:port
+data.max_prompt_tokens=2000
+    rollout.max_response_tokens: got 64, with data.max_prompt_tokens 2000 that is 2064, expected at most 46: the
+        model's 2048 positions, of which SGLang fills all but 2
+data.max_prompt_tokens=1979 rollout.interrupt=abort
+    rollout.max_response_tokens: got 64, with data.max_prompt_tokens 1979 that is 2043, expected at most 63: the
+        model's 2048 positions, of which SGLang fills all but 6
+data.max_prompt_tokens=2042 rollout.max_response_tokens=4
+    data.max_prompt_tokens: got 2042, expected at most 2041: the model's 2048 positions, of which SGLang fills all
+        but 7 with a prompt
+evaluation.max_response_tokens=1023
+    evaluation.max_response_tokens: got 1023, with data.max_prompt_tokens 1024
+rollout.topk_log_probs=512
+    rollout.topk_log_probs: got 512, expected at most the vocabulary's 511
+'rollout.stop_token_ids=[3, 511]'
+    rollout.stop_token_ids: got [511], expected ids below the vocabulary's 511
+rollout.replay_from=.
+    rollout.replay_from: got '.', expected a folder of rollout batches (step_*.safetensors)
+checkpoint.upload=sums
+    checkpoint.upload: got 'sums', expected OWNER/NAME
+checkpoint.upload=me/sums checkpoint.export_hf=false
+    checkpoint.upload: got 'me/sums', but checkpoint.export_hf is false: nothing is there to
+'profile.ranks=[0, 99]'
+    profile.ranks: got [99], expected ranks from 0 to 0
+profile.ranks=[-1]
+    profile.ranks: got [-1], expected ranks from 0 to 0
+'profile.steps=[0, 1, 999999]'
+    profile.steps: got [0, 999999], expected steps from 1 to run.steps
+rollout.prompts_per_step=1048576 rollout.group_size=65536
+    rollout.group_size: got 65536, with rollout.prompts_per_step 1048576 that is 68719476736 responses in a batch,
+        expected at most 16777216
+"engine.urls=['http://rob:hunter2@a:3000']"
+    engine.urls: got one for a with a user or a password in it, expected http://host:port
+rollout.replay_from=. rollout.max_staleness=1
+    rollout.max_staleness: got 1 with rollout.replay_from, expected 0
+weight_sync.changes_only=true weight_sync.strategy=disk
+    weight_sync.changes_only: got true with weight_sync.strategy disk
+weight_sync.changes_only=true engine.placement=colocated
+    weight_sync.changes_only: got true with engine.placement colocated
+engine.atomic_updates=true weight_sync.strategy=disk
+    engine.atomic_updates: got true with weight_sync.strategy disk
+engine.atomic_updates=true engine.placement=colocated
+    engine.atomic_updates: got true with engine.placement colocated
+engine.placement=colocated "engine.urls=['http://a:3000']"
+    engine.placement: got colocated with engine.urls, expected separate: servers that run elsewhere
+engine.placement=colocated rollout.max_staleness=1
+    rollout.interrupt: got drain with engine.placement colocated and rollout.max_staleness 1, expected retract
+engine.placement=colocated engine.device=cuda
+    weight_sync.strategy: got distributed with engine.placement colocated, expected tensor or disk
+rollout.oversampling=1.5
+    rollout.oversampling: got 1.5, expected 1 without rollout.drop_zero_variance_groups
+engine.deterministic=true rollout.responses_per_call=2
+    rollout.responses_per_call: got 2, expected 1 with engine.deterministic
+environment.name=calculator environment.credit=turn algorithm.name=gspo
+    environment.credit: got turn with algorithm.name gspo, expected trajectory: the rule of gspo
+environment.name=calculator environment.credit=turn algorithm.name=unknown
+    algorithm: unknown algorithm 'unknown'
+reward.name=environment
+    reward.name: got environment and no environment.name, expected an environment
+"""
+)
+TOO_MANY_TEXTS = f"rollout.stop={[str(i) for i in range(33)]}"
+REFUSED.append(([TOO_MANY_TEXTS], "rollout.stop: got 33 texts, expected at most 32"))
 
 
 @pytest.mark.parametrize(
@@ -476,21 +342,18 @@ def test_texts_for_the_model_may_have_lines(problems):
     assert fault.startswith("run.directory: got 'a\\nb' (str)")
 
 
-REFUSED_FOR_DENSE = [
-    (
-        [WORLD + "2", "parallel.expert=2"],
-        "parallel.expert: got 2, expected 1: qwen3 is a dense model",
-    ),
-    (
-        [WORLD + "2", "parallel.expert_tensor=2"],
-        "parallel.expert_tensor: got 2, expected null: qwen3",
-    ),
-    (["rollout.router_replay=true"], "rollout.router_replay: got true, expected false: qwen3"),
-    (
-        ["megatron.moe_token_dispatcher_type=alltoall"],
-        "megatron.moe_token_dispatcher_type: got 'alltoall', expected nothing: qwen3",
-    ),
-]
+REFUSED_FOR_DENSE = refusals(
+    """
+parallel.world_size=2 parallel.expert=2
+    parallel.expert: got 2, expected 1: qwen3 is a dense model
+parallel.world_size=2 parallel.expert_tensor=2
+    parallel.expert_tensor: got 2, expected null: qwen3
+rollout.router_replay=true
+    rollout.router_replay: got true, expected false: qwen3
+megatron.moe_token_dispatcher_type=alltoall
+    megatron.moe_token_dispatcher_type: got 'alltoall', expected nothing: qwen3
+"""
+)
 
 
 @pytest.mark.parametrize(("overrides", "problem"), REFUSED_FOR_DENSE)

@@ -12,11 +12,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_dppo.train import main
 from tests.messages import mentions
+from tests.patience import run_patiently
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal, write_config
 
@@ -44,7 +46,7 @@ def train(config, capfd, monkeypatch):
             for name, value in environment.items():
                 patched.setenv(name, value)
             try:
-                code = main(command)
+                code: Any = main(command)
             except SystemExit as exit_request:
                 code = exit_request.code
         output = capfd.readouterr()
@@ -192,14 +194,7 @@ def test_a_launcher_of_another_world_is_refused(train):
 
 def run_in_new_process(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python with ``words`` in a new process: a start configures the logging of its process."""
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_patiently([sys.executable, *words], cwd=ROOT, env={**os.environ, **environment})
 
 
 def test_a_port_in_use_is_refused(config):
@@ -259,9 +254,7 @@ def test_check_needs_no_weights_and_a_start_does(train, config):
 
 def test_few_open_files_are_refused_with_their_number(config):
     command = f"ulimit -n 100; {sys.executable} -m megatron_dppo.train {config}"
-    result = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    result = run_patiently(["bash", "-c", command], cwd=ROOT)
     assert result.returncode == 2
     assert mentions(result.stderr, "open files", 100, 384)
     assert len(result.stderr.splitlines()) == 2

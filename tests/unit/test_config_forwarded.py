@@ -35,7 +35,7 @@ from megatron_dppo.system import gpus
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.megatron_config import library_fields, library_values
 from tests.messages import mentioning
-from tests.unit.config_files import minimal, write_config
+from tests.unit.config_files import minimal, refusals, write_config
 
 
 @pytest.fixture
@@ -55,169 +55,97 @@ def problems(tmp_path):
     return faults_of
 
 
-FORWARDED = [
-    (
-        "megatron.moe_router_topk=3",
-        "megatron.moe_router_topk: got 3 (int), expected nothing: model.hf_checkpoint's "
-        "config.json sets it",
-    ),
-    (
-        "megatron.tensor_model_parallel_size=2",
-        "megatron.tensor_model_parallel_size: got 2 (int), expected nothing: parallel.tensor sets "
-        "it",
-    ),
-    (
-        "megatron.attention_dropout=0.1",
-        "megatron.attention_dropout: got 0.1 (float), expected nothing: with dropout pi would "
-        "differ",
-    ),
-    (
-        "megatron.moe_grouped_gem=true",
-        "megatron.moe_grouped_gem: got true (bool), not a field of TransformerConfig "
-        "(megatron-core 0.16.1); did you mean moe_grouped_gemm",
-    ),
-    (
-        "megatron.moe_grouped_gemm=1",
-        "megatron.moe_grouped_gemm: got 1 (int), expected true or false, as TransformerConfig",
-    ),
-    (
-        "megatron.embedding_init_method_std=x",
-        "megatron.embedding_init_method_std: got 'x' (str), expected a number or null",
-    ),
-    (
-        "megatron.moe_router_dtype=fp8",
-        "megatron.moe_router_dtype: got 'fp8' (str), expected one of 'fp32', 'fp64' or null",
-    ),
-    (
-        "megatron.attention_backend=flush",
-        "megatron.attention_backend: got 'flush' (str), expected one of 'flash', 'fused', "
-        "'unfused', 'local', 'auto', as TransformerConfig",
-    ),
-    (
-        "megatron.attention_backend=1",
-        "megatron.attention_backend: got 1 (int), expected one of 'flash', ",
-    ),
-    (
-        "megatron.recompute_modules=[core_attn, 1]",
-        "megatron.recompute_modules: got ['core_attn', 1] (list), expected a list, each item text "
-        "or null",
-    ),
-    (
-        "megatron.quant_recipe=x",
-        "megatron.quant_recipe: got 'x' (str), expected a Python RecipeConfig, which YAML can't "
-        "hold or null",
-    ),
-    (
-        "megatron.init_method=x",
-        "megatron.init_method: got 'x' (str), expected a Python function, which YAML can't hold",
-    ),
-    (
-        "megatron_ddp.use_distributed_optimizer=true",
-        "megatron_ddp.use_distributed_optimizer: got true (bool), expected nothing: optimizer.distributed sets it",
-    ),
-    (
-        "megatron_ddp.overlap_grad_reduced=true",
-        "megatron_ddp.overlap_grad_reduced: got true (bool), not a field of DistributedDataParallelConfig "
-        "(megatron-core 0.16.1); did you mean overlap_grad_reduce",
-    ),
-    (
-        "megatron_ddp.align_param_gather=true",
-        "megatron_ddp.align_param_gather: got true (bool), expected nothing: weights are read between steps",
-    ),
-    (
-        "megatron_ddp.overlap_param_gather=true",
-        "megatron_ddp.overlap_param_gather: got true, expected optimizer.distributed: true with it",
-    ),
-    (
-        "megatron_optimizer.overlap_param_gather=true",
-        "megatron_optimizer.overlap_param_gather: got true (bool), expected nothing: "
-        "megatron_ddp.overlap_param_gather sets it",
-    ),
-    (
-        "megatron_optimizer.adam_beta1=0.5",
-        "megatron_optimizer.adam_beta1: got 0.5 (float), expected nothing: optimizer.beta1 sets it",
-    ),
-    (
-        "megatron_optimizer.exp_avg_dtype=bfloat16",
-        "megatron_optimizer.exp_avg_dtype: got 'bfloat16' (str), expected megatron_optimizer.use_precision_aware_opt",
-    ),
-    (
-        "megatron_optimizer.exp_avg_sq_dtype=float16",
-        "megatron_optimizer.exp_avg_sq_dtype: got 'float16' (str), expected one of 'float32', 'bfloat16'",
-    ),
-    (
-        "megatron_optimizer.optimizer_cpu_offload=true",
-        "megatron_optimizer.optimizer_cpu_offload: got true, expected optimizer.distributed: true with it",
-    ),
-    (
-        "megatron_optimizer.use_precision_aware_optimizer=true",
-        "megatron_optimizer.use_precision_aware_optimizer: got true, expected optimizer.distributed: true with it",
-    ),
-    (
-        "megatron_optimizer.optimizer_offload_fraction=0.5",
-        "megatron_optimizer.optimizer_offload_fraction: got 0.5 (float), expected nothing without",
-    ),
-    (
-        "megatron_optimizer.main_params_dtype=bfloat16",
-        "megatron_optimizer.main_params_dtype: got 'bfloat16' (str), expected nothing: checkpoints hold",
-    ),
-    (
-        "megatron_optimizer.log_num_zeros_in_grad=many",
-        "megatron_optimizer.log_num_zeros_in_grad: got 'many' (str), expected true or false",
-    ),
-    ("sglang.port=3", "sglang.port: got 3 (int), expected nothing: engine.port sets it"),
-    (
-        "sglang.temperature=0.7",
-        "sglang.temperature: got 0.7 (float), expected nothing: rollout.temperature and "
-        "evaluation.temperature sets it",
-    ),
-    (
-        "sglang.api_key=x",
-        "sglang.api_key: got 'x' (str), expected nothing: the run makes its own keys",
-    ),
-    (
-        "sglang.mem_fraction=0.5",
-        "sglang.mem_fraction: got 0.5 (float), not a field of ServerArgs (sglang 0.5.23); did you "
-        "mean mem_fraction_static",
-    ),
-    (
-        "sglang.tp_size=1.5",
-        "sglang.tp_size: got 1.5 (float), expected a whole number, as ServerArgs",
-    ),
-    (
-        "sglang.uses_mamba_radix_cache=true",
-        "sglang.uses_mamba_radix_cache: got true (bool), expected nothing: ServerArgs (sglang "
-        "0.5.23) computes it",
-    ),
-    (
-        "sglang.custom_sigquit_handler=x",
-        "sglang.custom_sigquit_handler: got 'x' (str), expected nothing: ServerArgs",
-    ),
-    (
-        "sglang.attention_backend=flashinfr",
-        "sglang.attention_backend: got 'flashinfr' (str), which SGLang refuses: argument "
-        "--attention-backend: invalid choice: 'flashinfr' (choose from 'triton', ",
-    ),
-    (
-        "sglang.context_length=12q",
-        "sglang.context_length: got '12q' (str), which SGLang refuses: argument --context-length: Invalid",
-    ),
-    (
-        "sglang.log_requests_level=7",
-        "sglang.log_requests_level: got 7 (int), which SGLang refuses: argument --log-requests-level: "
-        "invalid choice: 7 (choose from 0, 1, 2, 3)",
-    ),
-    (  # SGLang rejects deprecated flags in its file of options
-        "sglang.disable_cuda_graph=true",
-        "sglang.disable_cuda_graph: got true (bool), which SGLang refuses: Unsupported config option",
-    ),
-    ("sglang.attn_tp_size=2", "sglang.attn_tp_size: got 2 (int), not a field of ServerArgs"),
-]
+FORWARDED = refusals(
+    """
+megatron.moe_router_topk=3
+    megatron.moe_router_topk: got 3 (int), expected nothing: model.hf_checkpoint's config.json sets it
+megatron.tensor_model_parallel_size=2
+    megatron.tensor_model_parallel_size: got 2 (int), expected nothing: parallel.tensor sets it
+megatron.attention_dropout=0.1
+    megatron.attention_dropout: got 0.1 (float), expected nothing: with dropout pi would differ
+megatron.moe_grouped_gem=true
+    megatron.moe_grouped_gem: got true (bool), not a field of TransformerConfig (megatron-core 0.16.1); did you mean
+        moe_grouped_gemm
+megatron.moe_grouped_gemm=1
+    megatron.moe_grouped_gemm: got 1 (int), expected true or false, as TransformerConfig
+megatron.embedding_init_method_std=x
+    megatron.embedding_init_method_std: got 'x' (str), expected a number or null
+megatron.moe_router_dtype=fp8
+    megatron.moe_router_dtype: got 'fp8' (str), expected one of 'fp32', 'fp64' or null
+megatron.attention_backend=flush
+    megatron.attention_backend: got 'flush' (str), expected one of 'flash', 'fused', 'unfused', 'local', 'auto', as
+        TransformerConfig
+megatron.attention_backend=1
+    megatron.attention_backend: got 1 (int), expected one of 'flash', 'fused',
+'megatron.recompute_modules=[core_attn, 1]'
+    megatron.recompute_modules: got ['core_attn', 1] (list), expected a list, each item text or null
+megatron.quant_recipe=x
+    megatron.quant_recipe: got 'x' (str), expected a Python RecipeConfig, which YAML can't hold or null
+megatron.init_method=x
+    megatron.init_method: got 'x' (str), expected a Python function, which YAML can't hold
+megatron_ddp.use_distributed_optimizer=true
+    megatron_ddp.use_distributed_optimizer: got true (bool), expected nothing: optimizer.distributed sets it
+megatron_ddp.overlap_grad_reduced=true
+    megatron_ddp.overlap_grad_reduced: got true (bool), not a field of DistributedDataParallelConfig (megatron-core
+        0.16.1); did you mean overlap_grad_reduce
+megatron_ddp.align_param_gather=true
+    megatron_ddp.align_param_gather: got true (bool), expected nothing: weights are read between steps
+megatron_ddp.overlap_param_gather=true
+    megatron_ddp.overlap_param_gather: got true, expected optimizer.distributed: true with it
+megatron_optimizer.overlap_param_gather=true
+    megatron_optimizer.overlap_param_gather: got true (bool), expected nothing: megatron_ddp.overlap_param_gather
+        sets it
+megatron_optimizer.adam_beta1=0.5
+    megatron_optimizer.adam_beta1: got 0.5 (float), expected nothing: optimizer.beta1 sets it
+megatron_optimizer.exp_avg_dtype=bfloat16
+    megatron_optimizer.exp_avg_dtype: got 'bfloat16' (str), expected megatron_optimizer.use_precision_aware_opt
+megatron_optimizer.exp_avg_sq_dtype=float16
+    megatron_optimizer.exp_avg_sq_dtype: got 'float16' (str), expected one of 'float32', 'bfloat16'
+megatron_optimizer.optimizer_cpu_offload=true
+    megatron_optimizer.optimizer_cpu_offload: got true, expected optimizer.distributed: true with it
+megatron_optimizer.use_precision_aware_optimizer=true
+    megatron_optimizer.use_precision_aware_optimizer: got true, expected optimizer.distributed: true with it
+megatron_optimizer.optimizer_offload_fraction=0.5
+    megatron_optimizer.optimizer_offload_fraction: got 0.5 (float), expected nothing without
+megatron_optimizer.main_params_dtype=bfloat16
+    megatron_optimizer.main_params_dtype: got 'bfloat16' (str), expected nothing: checkpoints hold
+megatron_optimizer.log_num_zeros_in_grad=many
+    megatron_optimizer.log_num_zeros_in_grad: got 'many' (str), expected true or false
+sglang.port=3
+    sglang.port: got 3 (int), expected nothing: engine.port sets it
+sglang.temperature=0.7
+    sglang.temperature: got 0.7 (float), expected nothing: rollout.temperature and evaluation.temperature sets it
+sglang.api_key=x
+    sglang.api_key: got 'x' (str), expected nothing: the run makes its own keys
+sglang.mem_fraction=0.5
+    sglang.mem_fraction: got 0.5 (float), not a field of ServerArgs (sglang 0.5.23); did you mean
+        mem_fraction_static
+sglang.tp_size=1.5
+    sglang.tp_size: got 1.5 (float), expected a whole number, as ServerArgs
+sglang.uses_mamba_radix_cache=true
+    sglang.uses_mamba_radix_cache: got true (bool), expected nothing: ServerArgs (sglang 0.5.23) computes it
+sglang.custom_sigquit_handler=x
+    sglang.custom_sigquit_handler: got 'x' (str), expected nothing: ServerArgs
+sglang.attention_backend=flashinfr
+    sglang.attention_backend: got 'flashinfr' (str), which SGLang refuses: argument --attention-backend: invalid
+        choice: 'flashinfr' (choose from 'triton',
+sglang.context_length=12q
+    sglang.context_length: got '12q' (str), which SGLang refuses: argument --context-length: Invalid
+sglang.log_requests_level=7
+    sglang.log_requests_level: got 7 (int), which SGLang refuses: argument --log-requests-level: invalid choice: 7
+        (choose from 0, 1, 2, 3)
+# SGLang rejects deprecated flags in its file of options.
+sglang.disable_cuda_graph=true
+    sglang.disable_cuda_graph: got true (bool), which SGLang refuses: Unsupported config option
+sglang.attn_tp_size=2
+    sglang.attn_tp_size: got 2 (int), not a field of ServerArgs
+"""
+)
 
 
-@pytest.mark.parametrize(("override", "problem"), FORWARDED)
-def test_forwarded_tables(problems, override, problem):
-    (found,) = problems(override)
+@pytest.mark.parametrize(("overrides", "problem"), FORWARDED)
+def test_forwarded_tables(problems, overrides, problem):
+    (found,) = problems(*overrides)
     assert found.startswith(problem)
 
 

@@ -2,7 +2,6 @@
 
 import math
 import random
-import subprocess
 import sys
 import time
 
@@ -13,7 +12,8 @@ from megatron_dppo.metrics.summary import saved_config
 from megatron_dppo.system.files import with_hash
 from megatron_dppo.system.yaml_core import MAX_VALUES, dump_yaml, parse_scalar, parse_yaml
 from tests.messages import mentioning, mentions
-from tests.unit.config_files import minimal, write_config
+from tests.patience import run_patiently
+from tests.unit.config_files import minimal, refusals, write_config
 
 VALUES = [
     ("1e-6", 1e-6),
@@ -206,48 +206,48 @@ def test_an_unknown_key_that_resembles_nothing(load):
     assert "mean" not in problem
 
 
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        (
-            "algorithm.options.x=y",
-            "algorithm.options.x: got 'y' (str), expected a number or true or false",
-        ),
-        ("data.evaluation.aime=3", "data.evaluation.aime: got 3 (int), expected text or a table"),
-        (
-            "data.evaluation=3",
-            "data.evaluation: got 3 (int), expected a table of name: text or a table",
-        ),
-        ("data.train=3", "data.train: got 3 (int), expected text or a list, each item a table"),
-        (
-            "data.train=[{path: a}, {path: b, weight: 0}]",
-            "data.train[1].weight: got 0 (int), expected a number > 0 or null",
-        ),
-        ("data.train=[a]", "data.train[0]: got 'a' (str), expected a table"),
-        (
-            "data.train=[{weight: 1}]",
-            "data.train[0].path: missing, expected text (JSONL, JSON, CSV, TSV or Parquet file (text also "
-            "compressed), a folder of these, or a glob (docs/data.md))",
-        ),
-        ("data.evaluation.x={path: 3}", "data.evaluation.x.path: got 3 (int), expected text"),
-        ("rollout.stop=x", "rollout.stop: got 'x' (str), expected a list, each item text"),
-        ("parallel=3", "parallel: got 3 (int), expected a table"),
-        ("optimizer.lr=.nan", "optimizer.lr: got nan (float), expected a number > 0"),
-        ("optimizer.lr=.inf", "optimizer.lr: got inf (float), expected a number > 0"),
-        (
-            "run.seed=1.0",
-            "run.seed: got 1.0 (float), expected a whole number >= 0 and < 2147483648",
-        ),
-        (
-            "engine.port=x",
-            "engine.port: got 'x' (str), expected a whole number > 0 and < 65536 or null",
-        ),
-        ("run.steps.x=1", "override run.steps.x: run.steps is 10 (int), not a table"),
-        ("run steps=1", "override 'run steps=1': expected key.path=value"),
-    ],
+WRONG_VALUES = refusals(
+    """
+algorithm.options.x=y
+    algorithm.options.x: got 'y' (str), expected a number or true or false
+data.evaluation.aime=3
+    data.evaluation.aime: got 3 (int), expected text or a table
+data.evaluation=3
+    data.evaluation: got 3 (int), expected a table of name: text or a table
+data.train=3
+    data.train: got 3 (int), expected text or a list, each item a table
+'data.train=[{path: a}, {path: b, weight: 0}]'
+    data.train[1].weight: got 0 (int), expected a number > 0 or null
+data.train=[a]
+    data.train[0]: got 'a' (str), expected a table
+'data.train=[{weight: 1}]'
+    data.train[0].path: missing, expected text (JSONL, JSON, CSV, TSV or Parquet file (text also compressed), a
+        folder of these, or a glob (docs/data.md))
+'data.evaluation.x={path: 3}'
+    data.evaluation.x.path: got 3 (int), expected text
+rollout.stop=x
+    rollout.stop: got 'x' (str), expected a list, each item text
+parallel=3
+    parallel: got 3 (int), expected a table
+optimizer.lr=.nan
+    optimizer.lr: got nan (float), expected a number > 0
+optimizer.lr=.inf
+    optimizer.lr: got inf (float), expected a number > 0
+run.seed=1.0
+    run.seed: got 1.0 (float), expected a whole number >= 0 and < 2147483648
+engine.port=x
+    engine.port: got 'x' (str), expected a whole number > 0 and < 65536 or null
+run.steps.x=1
+    override run.steps.x: run.steps is 10 (int), not a table
+'run steps=1'
+    override 'run steps=1': expected key.path=value
+"""
 )
-def test_what_was_given_and_what_was_expected(load, override, problem):
-    assert problems_of(load, override) == [problem]
+
+
+@pytest.mark.parametrize(("overrides", "problem"), WRONG_VALUES)
+def test_what_was_given_and_what_was_expected(load, overrides, problem):
+    assert problems_of(load, *overrides) == [problem]
 
 
 def test_a_broken_override_value(load):
@@ -319,9 +319,7 @@ def test_nothing_heavy_is_imported():
         "print([m for m in ('torch', 'numpy', 'transformers', 'sglang', 'megatron') if m in "
         "sys.modules])"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    answer = run_patiently([sys.executable, "-c", code], check=True)
     assert answer.stdout.strip() == "[]"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -108,7 +110,10 @@ def test_recorded_routing_is_laid_out_where_its_tokens_are(share: TokenShare) ->
         trajectory([1], [2] * 8, routed_experts=expert_numbers(9)),
     ]
     multiple = share.sequence_multiple
-    multiples = {"sequence_multiple": multiple, "pad_multiple": multiple * share.sequence_size}
+    multiples: dict[str, Any] = {
+        "sequence_multiple": multiple,
+        "pad_multiple": multiple * share.sequence_size,
+    }
     whole = pack(sequences, **multiples)
     part = pack(sequences, **multiples, input_rows=share.rows)
     rows = share.rows(whole.cu_seqlens)

@@ -44,7 +44,7 @@ LETTERS = dict(enumerate("_abcdefghijklmnopqrstuvwxyz"))
 """The text of each token. Token 0 is a special token."""
 
 
-def decode(token_ids: Any, *, special: bool = True) -> str:
+def decode(token_ids: Any, /, *, special: bool = True) -> str:
     return "".join(LETTERS[int(i)] for i in token_ids if special or i)
 
 
@@ -432,7 +432,7 @@ def run_generation(
     requests = [GenerationRequest(i, (1,), SamplingParams(client.length)) for i in range(count)]
     letters = dict(enumerate("abcdefghij", start=1))
 
-    def decode_letters(ids: Any, *, special: bool = True) -> str:
+    def decode_letters(ids: Any, /, *, special: bool = True) -> str:
         return "".join(letters[i] for i in ids)
 
     continuation.decode = decode_letters

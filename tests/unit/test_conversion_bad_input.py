@@ -6,12 +6,15 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader, write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
@@ -34,23 +37,48 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 10)
 
 
-def change_tensors(folder: Path, change) -> None:
+Damage = Callable[[Path], object]
+"""Damages the checkpoint in a folder."""
+
+
+def of_weights(change: Damage) -> Damage:
+    """Return the damage that ``change`` does to the file of the weights."""
+    return lambda folder: change(folder / "model.safetensors")
+
+
+def of_content(content: bytes) -> Damage:
+    return of_weights(lambda path: path.write_bytes(content))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_header(folder: Path, header: object) -> None:
-    """Write a file with this header and no tensors."""
+def of_tensors(**new_tensors: Tensor | None) -> Damage:
+    """Return the damage that sets tensors by name. None removes a tensor; ``norm`` is the weight of the last norm."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in new_tensors.items():
+            whole_name = "model.norm.weight" if name == "norm" else name
+            tensors.pop(whole_name, None)
+            if tensor is not None:
+                tensors[whole_name] = tensor
+
+    return lambda folder: change_tensors(folder, change)
+
+
+def of_header(header: object) -> Damage:
+    """Return the damage that writes a file with this header and no tensors."""
     content = json.dumps(header).encode()
-    file = len(content).to_bytes(8, "little") + content
-    (folder / "model.safetensors").write_bytes(file)
+    return of_content(len(content).to_bytes(8, "little") + content)
 
 
-def write_entry(folder: Path, **facts: object) -> None:
-    """Write a file with one tensor of no bytes; ``facts`` are the facts that differ."""
+def of_entry(**facts: object) -> Damage:
+    """Return the damage that writes a file with one tensor of no bytes; ``facts`` are the facts that differ."""
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0], **facts}
-    write_header(folder, {"model.norm.weight": entry})
+    return of_header({"model.norm.weight": entry})
 
 
 def duplicate_entry(path: Path) -> None:
@@ -70,84 +98,43 @@ def lose_linked_file(path: Path) -> None:
     path.symlink_to("../blobs/absent")
 
 
-BAD_INPUTS = {
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), "has neither"),
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+MALFORMED = "model.norm.weight is malformed"
+DEEP_HEADER = (10**5).to_bytes(8, "little") + b"[" * 10**5
+BAD_INPUTS: dict[str, tuple[Damage, str]] = {
+    "no weights": (of_weights(Path.unlink), "has neither"),
     "a link to no file": (
-        lambda d: lose_linked_file(d / "model.safetensors"),
-        "links to ../blobs/absent, which does not exist",
+        of_weights(lose_linked_file), "links to ../blobs/absent, which does not exist",
     ),
-    "truncated": (lambda d: truncate(d / "model.safetensors"), "truncated or overwritten"),
-    "empty file": (lambda d: (d / "model.safetensors").write_bytes(b""), "cannot hold a header"),
-    "not safetensors": (
-        lambda d: (d / "model.safetensors").write_bytes(b"\x08" + bytes(7) + b"notjson!"),
-        "not JSON",
-    ),
-    "a header that is a list": (lambda d: write_header(d, []), "its header is a list"),
-    "a header that is nested too deeply": (
-        lambda d: (d / "model.safetensors").write_bytes(
-            (10**5).to_bytes(8, "little") + b"[" * 10**5
-        ),
-        "not JSON",
-    ),
-    "an entry that is a number": (
-        lambda d: write_header(d, {"model.norm.weight": 5}),
-        "model.norm.weight is malformed",
-    ),
-    "a list as dtype": (lambda d: write_entry(d, dtype=[]), "model.norm.weight is malformed"),
-    "texts as offsets": (
-        lambda d: write_entry(d, data_offsets=["0", "0"]),
-        "model.norm.weight is malformed",
-    ),
-    "three offsets": (
-        lambda d: write_entry(d, data_offsets=[0, 0, 0]),
-        "model.norm.weight is malformed",
-    ),
-    "a name that occurs twice": (
-        lambda d: duplicate_entry(d / "model.safetensors"),
-        "'lm_head.weight' occurs twice",
-    ),
-    "other bytes than its shape has": (
-        lambda d: write_entry(d, shape=[2]),
-        "has 0 bytes, expected 8",
-    ),
-    "a folder": (
-        lambda d: ((d / "model.safetensors").unlink(), (d / "model.safetensors").mkdir()),
-        "model.safetensors: cannot be read",
-    ),
-    "a negative shape": (
-        lambda d: write_entry(d, shape=[-1, -1]),
-        "model.norm.weight is malformed",
-    ),
-    "a fraction in a shape": (
-        lambda d: write_entry(d, shape=[0.0]),
-        "model.norm.weight is malformed",
-    ),
-    "missing tensor": (
-        lambda d: change_tensors(d, lambda t: t.pop("model.norm.weight")),
-        "1 missing, first model.norm.weight",
-    ),
-    "unknown tensor": (
-        lambda d: change_tensors(d, lambda t: t.update({"extra.weight": torch.zeros(2)})),
-        "1 unknown, first extra.weight",
-    ),
+    "truncated": (of_weights(truncate), "truncated or overwritten"),
+    "empty file": (of_content(b""), "cannot hold a header"),
+    "not safetensors": (of_content(b"\x08" + bytes(7) + b"notjson!"), "not JSON"),
+    "a header that is a list": (of_header([]), "its header is a list"),
+    "a header that is nested too deeply": (of_content(DEEP_HEADER), "not JSON"),
+    "an entry that is a number": (of_header({"model.norm.weight": 5}), MALFORMED),
+    "a list as dtype": (of_entry(dtype=[]), MALFORMED),
+    "texts as offsets": (of_entry(data_offsets=["0", "0"]), MALFORMED),
+    "three offsets": (of_entry(data_offsets=[0, 0, 0]), MALFORMED),
+    "a name that occurs twice": (of_weights(duplicate_entry), "'lm_head.weight' occurs twice"),
+    "other bytes than its shape has": (of_entry(shape=[2]), "has 0 bytes, expected 8"),
+    "a folder": (of_weights(replace_by_folder), "model.safetensors: cannot be read"),
+    "a negative shape": (of_entry(shape=[-1, -1]), MALFORMED),
+    "a fraction in a shape": (of_entry(shape=[0.0]), MALFORMED),
+    "missing tensor": (of_tensors(norm=None), "1 missing, first model.norm.weight"),
+    "unknown tensor": (of_tensors(extra=torch.zeros(2)), "1 unknown, first extra"),
     "wrong shape": (
-        lambda d: change_tensors(d, lambda t: t.update({"model.norm.weight": torch.zeros(65)})),
-        r"model.norm.weight has shape \(65,\), config.json says \(64,\)",
+        of_tensors(norm=torch.zeros(65)), r"model.norm.weight has shape \(65,\), config.json says \(64,\)",
     ),
-    "mixed dtypes": (
-        lambda d: change_tensors(
-            d, lambda t: t.update({"model.norm.weight": torch.zeros(64).bfloat16()})
-        ),
-        "tensors of several dtypes",
-    ),
+    "mixed dtypes": (of_tensors(norm=torch.zeros(64).bfloat16()), "tensors of several dtypes"),
     "unsupported dtype": (
-        lambda d: change_tensors(
-            d, lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)})
-        ),
-        "has dtype I8, expected one of",
+        of_tensors(norm=torch.zeros(64, dtype=torch.int8)), "has dtype I8, expected one of",
     ),
-    "no config": (lambda d: (d / "config.json").unlink(), "no such file"),
-}
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no such file"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("damage", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS)
@@ -172,54 +159,47 @@ def sharded_copy(source: Path, target: Path) -> Path:
     return target
 
 
-def edit_index(folder: Path, change) -> None:
+def of_index(**shards: str | None) -> Damage:
+    """Return the damage that places tensors in other files of the index. ``norm`` is the weight of the last norm."""
+
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        for name, shard in shards.items():
+            index["weight_map"]["model.norm.weight" if name == "norm" else name] = shard
+        path.write_text(json.dumps(index))
+
+    return change
+
+
+def unlisted_norm(folder: Path) -> None:
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
-    change(index["weight_map"])
+    del index["weight_map"]["model.norm.weight"]
     path.write_text(json.dumps(index))
 
 
-BAD_INDICES = {
+FIRST, SECOND, THIRD = (f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3))
+BAD_INDICES: dict[str, tuple[Damage, str]] = {
     "missing shard": (
-        lambda d: (d / "model-00002-of-00004.safetensors").unlink(),
-        "names model-00002-of-00004.safetensors, which is not in the folder",
+        lambda folder: (folder / SECOND).unlink(), f"names {SECOND}, which is not in the folder",
     ),
-    "truncated shard": (
-        lambda d: truncate(d / "model-00003-of-00004.safetensors"),
-        "truncated or overwritten",
-    ),
+    "truncated shard": (lambda folder: truncate(folder / THIRD), "truncated or overwritten"),
     "wrong place": (
-        lambda d: edit_index(
-            d, lambda m: m.update({"model.norm.weight": "model-00001-of-00004.safetensors"})
-        ),
-        "places model.norm.weight in model-00001-of-00004.safetensors, but it is in model-00003",
+        of_index(norm=FIRST), f"places model.norm.weight in {FIRST}, but it is in model-00003",
     ),
-    "not listed": (
-        lambda d: edit_index(d, lambda m: m.pop("model.norm.weight")),
-        "does not list model.norm.weight",
-    ),
-    "unknown tensor": (
-        lambda d: edit_index(d, lambda m: m.update({"x": "model-00001-of-00004.safetensors"})),
-        "places x in .* but no shard has it",
-    ),
-    "an empty name": (lambda d: edit_index(d, lambda m: m.update({"x": ""})), "'x' is in ''"),
+    "not listed": (unlisted_norm, "does not list model.norm.weight"),
+    "unknown tensor": (of_index(x=FIRST), "places x in .* but no shard has it"),
+    "an empty name": (of_index(x=""), "'x' is in ''"),
     "a file of another folder": (
-        lambda d: edit_index(d, lambda m: m.update({"x": "/etc/passwd"})),
-        "'x' is in '/etc/passwd', expected the name of a file in the same folder",
+        of_index(x="/etc/passwd"), "'x' is in '/etc/passwd', expected the name of a file in the same folder",
     ),
-    "a name longer than a file's": (
-        lambda d: edit_index(d, lambda m: m.update({"x": "x" * 5000})),
-        "expected the name of a file",
-    ),
-    "a name that is no text": (
-        lambda d: edit_index(d, lambda m: m.update({"x": None})),
-        "expected the name of a file",
-    ),
+    "a name longer than a file's": (of_index(x="x" * 5000), "expected the name of a file"),
+    "a name that is no text": (of_index(x=None), "expected the name of a file"),
     "no weight map": (
-        lambda d: (d / "model.safetensors.index.json").write_text("[]"),
-        "is damaged, expected",
+        lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "is damaged, expected",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("damage", "message"), BAD_INDICES.values(), ids=BAD_INDICES)
@@ -324,7 +304,7 @@ def test_metadata_that_would_run_code_is_refused(moe, tmp_path):
 class OlderPickler(pickle.Pickler):
     """A pickler that writes members of enums as Python 3.11.0 to 3.11.3 do: as a call of getattr."""
 
-    def reducer_override(self, value: object) -> object:
+    def reducer_override(self, value: object) -> Any:
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
 
 

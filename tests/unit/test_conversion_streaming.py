@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -213,7 +214,10 @@ def convert_there_and_back(hf: Path, out: Path) -> None:
     megatron_to_hf(folder, out)
 
 
-FORMS = {"torch_dist": hf_to_megatron, "huggingface": convert_there_and_back}
+FORMS: dict[str, Callable[..., object]] = {
+    "torch_dist": hf_to_megatron,
+    "huggingface": convert_there_and_back,
+}
 
 
 @pytest.mark.parametrize("form", FORMS)

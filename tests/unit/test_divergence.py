@@ -162,7 +162,7 @@ def test_topk_ignores_the_order_of_ids_and_what_stands_under_invalid_ones():
     for divergence in (topk_tv, topk_kl):
         torch.testing.assert_close(divergence(*(p[:, order] for p in parts)), divergence(*parts))
         poisoned = [torch.where(parts[2], p, -123.0) for p in parts[:2]]
-        torch.testing.assert_close(divergence(*poisoned, parts[2]), divergence(*parts))
+        torch.testing.assert_close(divergence(*[*poisoned, parts[2]]), divergence(*parts))
 
 
 def test_ratio_constant_in_the_other_bucket_makes_topk_kl_exact():
@@ -216,8 +216,8 @@ def test_a_log_probability_above_zero_counts_as_zero():
     for f in (topk_tv, topk_kl):
         assert f(above_zero, mu, valid).item() == f(zero, mu, valid).item()
         assert f(mu, above_zero, valid).item() == f(mu, zero, valid).item()
-    for f in (binary_tv, binary_kl):
-        assert f(above_zero[:, 0], mu[:, 0]).item() == f(zero[:, 0], mu[:, 0]).item()
+    for binary in (binary_tv, binary_kl):
+        assert binary(above_zero[:, 0], mu[:, 0]).item() == binary(zero[:, 0], mu[:, 0]).item()
 
 
 def test_exact_divergences_are_over_the_last_axis_whatever_comes_before():

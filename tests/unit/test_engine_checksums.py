@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,8 +31,8 @@ from tests.ranks import run_ranks
 
 
 def model_shape(family: str = "qwen3_moe", *, tied: bool = False, vocab: int = 100) -> ModelShape:
-    shared = {"shared_ffn_hidden_size": 4, "gates_shared_expert": True}
-    moe = {"num_experts": 3, "experts_per_token": 2, "moe_ffn_hidden_size": 4}
+    shared: dict[str, Any] = {"shared_ffn_hidden_size": 4, "gates_shared_expert": True}
+    moe: dict[str, Any] = {"num_experts": 3, "experts_per_token": 2, "moe_ffn_hidden_size": 4}
     return ModelShape(
         family=family,
         num_layers=1,
@@ -390,7 +391,12 @@ def test_blocks_of_tensors_are_hashed_where_they_lie(name: str) -> None:
 def test_parts_of_many_tensors_are_hashed_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     kernel = hashing._kernel()
-    monkeypatch.setattr(hashing, "_kernel", lambda: lambda *a: calls.append(a[0]) or kernel(*a))
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments[0])
+        return kernel(*arguments)
+
+    monkeypatch.setattr(hashing, "_kernel", lambda: counted)
     tensors = [torch.randn(n, 256) for n in (1, 33, 400)]
     hashes = [TiledHash(t.nbytes) for t in tensors]
     halves = [(h, t[: len(t) // 2 or 1], 0) for h, t in zip(hashes, tensors, strict=True)]

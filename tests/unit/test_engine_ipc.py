@@ -1,6 +1,5 @@
 """Handles of shared memory, which SGLang's own unpickler opens, and the imports of the trainer."""
 
-import subprocess
 import sys
 
 import torch
@@ -13,6 +12,7 @@ from megatron_dppo.engine.shared_bytes import (
     shared_empty,
     shared_payloads,
 )
+from tests.patience import run_patiently
 
 
 def test_sglang_opens_the_messages_of_each_rank():
@@ -77,10 +77,5 @@ shared_payloads([[SharedBytes("w", shared_empty(8, "cpu"))]])
 
 
 def test_the_trainer_runs_without_sglang():
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WITHOUT_SGLANG],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_patiently([sys.executable, "-W", "ignore", "-c", WITHOUT_SGLANG])
     assert result.returncode == 0, result.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import orjson
@@ -37,7 +38,7 @@ def b64(values: list, dtype: str) -> str:
 
 
 def request(**changes) -> GenerationRequest:
-    fields = {
+    fields: dict[str, Any] = {
         "key": (0, 0),
         "prompt_ids": (4, 5, 6),
         "sampling": SamplingParams(max_new_tokens=8),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from megatron_dppo.engine.running_server import SGLANG_VERSION, compare_server
 from megatron_dppo.fleet.http_router import http_router_options
 from megatron_dppo.spec import RunSpec, ServersSpec
 from megatron_dppo.system.ports import free_port
+from tests.patience import run_patiently
 from tests.small_config import small_config
 from tests.tiny_models import save_tiny_model
 
@@ -307,7 +307,7 @@ def test_the_supervisors_half_loads_neither_torch_nor_sglang():
         "import sys, megatron_dppo.engine.process;"
         "print([m for m in ('torch', 'sglang', 'aiohttp', 'numpy') if m in sys.modules])"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = run_patiently([sys.executable, "-c", code], check=True)
     assert shown.stdout.strip() == "[]"
 
 

@@ -65,7 +65,8 @@ class Small:
         self.session = EngineSession(
             config, spec_of(config), trainer, stop=lambda: False, fence=lambda: None
         )
-        self.session._updater._plan = ()  # only a real trainer could make a plan
+        updater: Any = self.session._updater
+        updater._plan = ()  # only a real trainer could make a plan
 
     def close(self) -> None:
         self.session.__exit__(None, None, None)

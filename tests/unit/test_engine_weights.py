@@ -101,8 +101,11 @@ class Control:
         return lambda *arguments, **options: self._runner.run(method(*arguments, **options))
 
 
+Connect = Callable[..., Control]
+
+
 @pytest.fixture
-def connect(engine: Engine, runner: AsyncRunner) -> Iterator[Callable[..., Control]]:
+def connect(engine: Engine, runner: AsyncRunner) -> Iterator[Connect]:
     clients: list[HttpClient] = []
 
     def open_one(url: str = engine.url, **shape: Any) -> Control:
@@ -135,16 +138,14 @@ def connect(engine: Engine, runner: AsyncRunner) -> Iterator[Callable[..., Contr
     ],
 )
 def test_servers_that_cannot_be_verified_are_refused(
-    engine: Engine, connect: Callable[..., Control], changes: dict[str, Any], message: str
+    engine: Engine, connect: Connect, changes: dict[str, Any], message: str
 ) -> None:
     engine.info(**changes)
     with pytest.raises(EngineMismatchError, match=message):
         connect()
 
 
-def test_errors_say_whether_the_server_refused_or_is_lost(
-    engine: Engine, connect: Callable[..., Control]
-) -> None:
+def test_errors_say_whether_the_server_refused_or_is_lost(engine: Engine, connect: Connect) -> None:
     control = connect()
     engine.answers["/end_weight_update"] = (400, "no session is open")
     with pytest.raises(EngineRequestError, match=" 400: ") as refused:
@@ -162,7 +163,7 @@ def test_errors_say_whether_the_server_refused_or_is_lost(
         control.end()
 
 
-def test_keys_go_where_they_belong(engine: Engine, connect: Callable[..., Control]) -> None:
+def test_keys_go_where_they_belong(engine: Engine, connect: Connect) -> None:
     connect().resume()
     assert engine.asked == [
         ("/server_info", "Bearer user"),
@@ -170,9 +171,7 @@ def test_keys_go_where_they_belong(engine: Engine, connect: Callable[..., Contro
     ]
 
 
-def test_a_version_that_does_not_stick_is_an_error(
-    engine: Engine, connect: Callable[..., Control]
-) -> None:
+def test_a_version_that_does_not_stick_is_an_error(engine: Engine, connect: Connect) -> None:
     engine.answers["/model_info"] = (200, '{"weight_version": "6"}')
     control = connect()
     control.set_version("6")
@@ -181,7 +180,7 @@ def test_a_version_that_does_not_stick_is_an_error(
 
 
 def test_calls_about_weights_are_about_the_served_model_alone(
-    engine: Engine, connect: Callable[..., Control]
+    engine: Engine, connect: Connect
 ) -> None:
     control = connect()
     place = [{"tp_rank": 0}]
@@ -194,9 +193,7 @@ def test_calls_about_weights_are_about_the_served_model_alone(
         assert json.loads(engine.bodies[f"/{path}"])["selector"] == "target"
 
 
-def test_checksums_come_by_rank_and_completely(
-    engine: Engine, connect: Callable[..., Control]
-) -> None:
+def test_checksums_come_by_rank_and_completely(engine: Engine, connect: Connect) -> None:
     engine.info(tp_size=2)
     control = connect()
 
@@ -212,7 +209,7 @@ def test_checksums_come_by_rank_and_completely(
 
 
 def test_decoded_tokens_are_those_after_the_first_and_before_one_that_cannot_be_scored(
-    engine: Engine, connect: Callable[..., Control]
+    engine: Engine, connect: Connect
 ) -> None:
     # Entries are [log-probability, token id, text]. Token 9 of the first response can't be scored.
     generated = [
@@ -252,7 +249,7 @@ def test_decoded_tokens_are_those_after_the_first_and_before_one_that_cannot_be_
     ],
 )
 def test_an_answer_of_another_form_is_the_engines_fault(
-    engine: Engine, connect: Callable[..., Control], path: str, body: Any, call: Callable[..., Any]
+    engine: Engine, connect: Connect, path: str, body: Any, call: Callable[..., Any]
 ) -> None:
     """The error names the path of the server. A plain KeyError would look like a bug of this package."""
     control = connect()
@@ -262,14 +259,14 @@ def test_an_answer_of_another_form_is_the_engines_fault(
 
 
 def test_ranks_that_do_not_divide_the_model_are_the_engines_fault(
-    engine: Engine, connect: Callable[..., Control]
+    engine: Engine, connect: Connect
 ) -> None:
     engine.info(tp_size=3)
     with pytest.raises(EngineMismatchError, match=engine.url):
         connect()
 
 
-def test_busy_engine_is_resumed(engine: Engine, connect: Callable[..., Control]) -> None:
+def test_busy_engine_is_resumed(engine: Engine, connect: Connect) -> None:
     control = connect()
     engine.answers["/flush_cache"] = (400, "requests are running")
     engine.asked.clear()
@@ -279,7 +276,7 @@ def test_busy_engine_is_resumed(engine: Engine, connect: Callable[..., Control])
 
 
 def test_sglangs_loader_needs_a_tied_mixtures_embedding_twice(
-    engine: Engine, connect: Callable[..., Control]
+    engine: Engine, connect: Connect
 ) -> None:
     control = connect(tied=True)
     name = "model.embed_tokens.weight"
@@ -287,12 +284,10 @@ def test_sglangs_loader_needs_a_tied_mixtures_embedding_twice(
     assert control.inputs("model.norm.weight") == ["model.norm.weight"]
 
 
-def test_scores_are_of_the_tokens_that_were_asked(
-    engine: Engine, connect: Callable[..., Control]
-) -> None:
+def test_scores_are_of_the_tokens_that_were_asked(engine: Engine, connect: Connect) -> None:
     control = connect()
 
-    def answers(*prompts: list[list[Any]]) -> tuple[int, str]:
+    def answers(*prompts: list[Any]) -> tuple[int, str]:
         body = [{"meta_info": {"input_token_logprobs": entries}} for entries in prompts]
         return 200, json.dumps(body)
 
@@ -304,9 +299,7 @@ def test_scores_are_of_the_tokens_that_were_asked(
         control.score([[5, 6, 8], [8, 9]])
 
 
-def test_a_cache_that_cannot_be_flushed_is_an_error(
-    engine: Engine, connect: Callable[..., Control]
-) -> None:
+def test_a_cache_that_cannot_be_flushed_is_an_error(engine: Engine, connect: Connect) -> None:
     control = connect()
     control.flush()
     engine.answers["/flush_cache"] = (400, "requests are running")
@@ -314,7 +307,7 @@ def test_a_cache_that_cannot_be_flushed_is_an_error(
         control.flush()
 
 
-def test_whether_a_server_answers(engine: Engine, connect: Callable[..., Control]) -> None:
+def test_whether_a_server_answers(engine: Engine, connect: Connect) -> None:
     control = connect()
     assert control.is_answering(5)
     engine.shutdown()
@@ -322,14 +315,14 @@ def test_whether_a_server_answers(engine: Engine, connect: Callable[..., Control
     assert not control.is_answering(5)
 
 
-def test_a_path_prefix_of_the_url_is_kept(engine: Engine, connect: Callable[..., Control]) -> None:
+def test_a_path_prefix_of_the_url_is_kept(engine: Engine, connect: Connect) -> None:
     engine.answers["/fleet/a/server_info"] = engine.answers["/server_info"]
     connect(f"{engine.url}/fleet/a/")
     assert engine.asked == [("/fleet/a/server_info", "Bearer user")]
 
 
 def test_a_redirect_is_refused_so_that_no_key_goes_elsewhere(
-    engine: Engine, connect: Callable[..., Control]
+    engine: Engine, connect: Connect
 ) -> None:
     control = connect()
     engine.answers["/model_info"] = (302, "elsewhere")
@@ -337,16 +330,14 @@ def test_a_redirect_is_refused_so_that_no_key_goes_elsewhere(
         control.version()
 
 
-def test_no_key_travels_in_clear_text_to_an_https_engine(
-    engine: Engine, connect: Callable[..., Control]
-) -> None:
+def test_no_key_travels_in_clear_text_to_an_https_engine(engine: Engine, connect: Connect) -> None:
     with pytest.raises(EngineLostError, match="SSL"):
         connect(engine.url.replace("http:", "https:"))
     assert engine.asked == []
 
 
 @pytest.fixture
-def shared(engine: Engine, connect: Callable[..., Control]) -> Control:
+def shared(engine: Engine, connect: Connect) -> Control:
     """A connection to a server that shares its GPUs. ``engine.asked`` does not have the requests of the connection."""
     for path in ("/release_memory_occupation", "/resume_memory_occupation"):
         engine.answers[path] = (200, "null")

@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -59,6 +59,10 @@ SHAPE = RoutedShape(hidden_layers=1, moe_layers=(0,), top_k=2, experts=100)
 tokenizer = cache(tiny_tokenizer)
 
 
+def text_of(ids: Sequence[int]) -> str:
+    return str(tokenizer().decode(list(ids)))
+
+
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch):
     monkeypatch.setattr(workers, "_CANCEL_S", 0.5)
@@ -76,7 +80,7 @@ class Engine:
         self.asked: list[GenerationRequest] = []
         self.calls: dict[int, int] = {}
 
-    async def generate(self, requests: list[GenerationRequest], rid: str) -> list[Trajectory]:
+    async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
         await asyncio.sleep(0)
         return [self.answer(request) for request in requests]
 
@@ -110,8 +114,9 @@ class Engine:
     async def abort(self, rid: str, count: int) -> None:
         return
 
-    async def watch(self, hang_timeout_s: float) -> None:
+    async def watch(self, hang_timeout_s: float) -> NoReturn:
         await asyncio.sleep(3600)
+        raise AssertionError
 
 
 LIMITS = EpisodeLimits(turns=8, tokens=1000, observation_tokens=64, retries=1)
@@ -148,7 +153,8 @@ def play(
 
     async def work() -> list[Trajectory]:
         def play_problem(request: GenerationRequest, ask: Any) -> Any:
-            return episodes.play(job.problems[request.key[0]], request, ask)
+            key: Any = request.key
+            return episodes.play(job.problems[key[0]], request, ask)
 
         two_at_a_time = GenerationLimits(2)
         results = await generate_many(engine, job.requests(), two_at_a_time, play=play_problem)
@@ -421,7 +427,7 @@ def test_what_no_tokenizer_takes_is_a_fault():
 
     pool = EnvironmentPool(EnvironmentSpec(f"{PLANTED}:Counting", {}, 60.0), workers=1)
     episodes = Episodes(pool, TurnTemplate(engine.tokenizer, "user"), LIMITS)
-    episodes.template.delta = refuse
+    episodes.template.delta = refuse  # type: ignore[method-assign,assignment]
     with pytest.raises(EnvironmentFaultError, match="TypeError: planted"):
         episodes._encoded(lambda: episodes.template.delta([], "1"))
 
@@ -519,7 +525,7 @@ def test_a_branch_that_can_not_be_is_a_fault():
     for number, delta in ((0, "<|im_end|>\n<|im_start|>user"), (1, "<|im_start|>user")):
         # The turn of branch 0 has no sampled end, so the template adds one. Branch 1 is new and begins with a message.
         episodes._prepare_next_turn(episode, ChatCall(messages, branch=number))
-        assert tokenizer().decode(episode.delta).startswith(delta)
+        assert text_of(episode.delta).startswith(delta)
         seeds.append(episodes._request(episode).sampling.seed)
     # Branches have different seeds, so that equal prompts of two branches get independent answers.
     assert seeds[0] == 5
@@ -539,7 +545,7 @@ def test_what_follows_a_turn_depends_on_the_end_of_its_own_branch():
     episode.branches = [Trajectory.of_response([1], [end]) for end in (IM_END, 4)]
     for number, begins_with_end in ((0, False), (1, True)):
         episodes._prepare_next_turn(episode, ChatCall(messages, branch=number))
-        delta = tokenizer().decode(episode.delta)
+        delta = text_of(episode.delta)
         assert delta.startswith("<|im_end|>") == begins_with_end
         assert delta.removeprefix("<|im_end|>").startswith("\n<|im_start|>user")
 
@@ -682,7 +688,7 @@ def test_rewards_are_an_environment_of_one_turn():
     assert first_step(SingleTurn(), "3+5=8") == Step(done=True, is_scored=True)
 
 
-BY_KIND = {
+BY_KIND: dict[str, Any] = {
     "environments": {
         "calc": {"name": "calculator", "options": {"call": "!"}},
         "one": {"name": "single-turn"},

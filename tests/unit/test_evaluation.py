@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.data_schema import RewardConfig
-from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig, TrainConfig
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.thoughts import TurnText
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.protocol import SamplingParams
@@ -103,15 +102,8 @@ def settings(folder: Path, **evaluation: Any) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
-def evaluator_args(config: TrainConfig) -> tuple[EvaluationConfig, GenerationJob, AlgorithmConfig]:
-    """Return the settings of an Evaluator: the evaluation, the template of its jobs, and the algorithm."""
-    sampling = SamplingParams(config.rollout.max_response_tokens)
-    seeds = SamplingSeeds(config.run.seed, "", ()) if config.engine.deterministic else None
-    return config.evaluation, GenerationJob((), 2, sampling, seeds=seeds), config.algorithm
-
-
 def sample_maker(problems: list[Problem]) -> SampleMaker:
-    def text_of(ids: Sequence[int], *, special: bool = True) -> str:
+    def text_of(ids: Any, /, *, special: bool = True) -> str:
         return " ".join(map(str, ids))
 
     data: Any = SimpleNamespace(
@@ -122,15 +114,31 @@ def sample_maker(problems: list[Problem]) -> SampleMaker:
     return SampleMaker(RewardConfig(), data, zeroes_truncated=True)
 
 
+PROBLEM = Problem(0, "p", "1", (7,))
+
+
+def evaluator_of(
+    engine: Any, config: TrainConfig, scorer: Scorer, sets: dict[str, list[Problem]] | None = None
+) -> Evaluator:
+    """Return an evaluator of ``sets``, or of PROBLEM, on the only rank of a run."""
+    sets = sets or {"test": [PROBLEM]}
+    sampling = SamplingParams(config.rollout.max_response_tokens)
+    seeds = SamplingSeeds(config.run.seed, "", ()) if config.engine.deterministic else None
+    template = GenerationJob((), 2, sampling, seeds=seeds)
+    maker = sample_maker([problem for problems in sets.values() for problem in problems])
+    return Evaluator(
+        sets, config.evaluation, template, config.algorithm, TOPOLOGY, engine, scorer, maker
+    )
+
+
 def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_path: Path) -> None:
     tree = minimal(tmp_path)
     tree["evaluation"] = {"samples_per_prompt": 2}
     tree["engine"] = {"deterministic": True}
     config, scorer = TrainConfig.model_validate(tree), CountingScorer()
-    engine: Any = Engine(scorer.scored)
+    engine = Engine(scorer.scored)
     sets = {name: [Problem(i, "p", "0", (7,)) for i in range(3)] for name in ("one", "two")}
-    maker = sample_maker([*sets["one"], *sets["two"]])
-    evaluator = Evaluator(sets, *evaluator_args(config), TOPOLOGY, engine, scorer, maker)
+    evaluator = evaluator_of(engine, config, scorer, sets)
     for step in (1, 2):
         engine.version = step
         evaluator.finish(evaluator.begin(step), step)
@@ -141,19 +149,19 @@ def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_
 
 def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None:
     scorer = CountingScorer()
-    engine: Any = Engine(scorer.scored)
+    engine = Engine(scorer.scored)
     problems = [
         Problem(0, "p", "0", (7, 8)),
         Problem(1, "p", "3", (9,)),
         Problem(2, "p", "5", (9,)),
     ]
-    evaluation, template, algorithm = evaluator_args(settings(tmp_path, top_p=0.5))
+    config = settings(tmp_path, top_p=0.5)
     # A length penalty changes only training rewards, so the accuracy must be without it.
-    with_penalty = algorithm.model_copy(update={"length_penalty": 7.0, "overlong_tokens": 3})
-    evaluator = Evaluator(
-        {"test": problems[:2], "hard": problems[1:]}, evaluation, template, with_penalty, TOPOLOGY,
-        engine, scorer, sample_maker(problems),
-    )  # fmt: skip
+    penalty = {"length_penalty": 7.0, "overlong_tokens": 3}
+    with_penalty = config.algorithm.model_copy(update=penalty)
+    config = config.model_copy(update={"algorithm": with_penalty})
+    sets = {"test": problems[:2], "hard": problems[1:]}
+    evaluator = evaluator_of(engine, config, scorer, sets)
     engine.version = 6
     accuracies, samples = evaluator.finish(evaluator.begin(6), 6)
     # The responses are 0 to 3. One of them answers problem 0, one problem 1 and none problem 2.
@@ -174,12 +182,8 @@ def test_an_evaluation_has_its_own_limit_or_the_rollouts(
 ) -> None:
     scorer, config = CountingScorer(), settings(tmp_path, **limit)
     assert config.rollout.max_response_tokens == 64
-    engine: Any = Engine(scorer.scored)
-    sets = {"test": [PROBLEM]}
-    evaluator = Evaluator(
-        sets, *evaluator_args(config), TOPOLOGY, engine, scorer, sample_maker([PROBLEM])
-    )
-    evaluator.begin(0)
+    engine = Engine(scorer.scored)
+    evaluator_of(engine, config, scorer).begin(0)
     assert [job.sampling.max_new_tokens for job in engine.jobs] == [expected]
 
 
@@ -211,9 +215,6 @@ def score(responses: list[Trajectory], folder: Path, **algorithm: Any) -> list[T
     return generation.scored(changed_algorithm)
 
 
-PROBLEM = Problem(0, "p", "1", (7,))
-
-
 def test_scores_belong_to_their_responses_whatever_comes_first(tmp_path: Path) -> None:
     responses = [response(PROBLEM, s, text) for s, text in enumerate("0110")]
     trajectories = score(responses, tmp_path)
@@ -229,13 +230,10 @@ def test_a_truncated_response_earns_nothing_where_the_run_wants_it(tmp_path: Pat
 
 
 def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
-    scorer = Scorer(EXACT)
     unanswerable = replace(PROBLEM, answer="one")
-    engine: Any = ReadyEngine([response(unanswerable, s, "1") for s in range(4)])
-    evaluator = Evaluator(
-        {"test": [unanswerable]}, *evaluator_args(settings(tmp_path)), TOPOLOGY, engine, scorer,
-        sample_maker([unanswerable]),
-    )  # fmt: skip
+    engine = ReadyEngine([response(unanswerable, s, "1") for s in range(4)])
+    sets = {"test": [unanswerable]}
+    evaluator = evaluator_of(engine, settings(tmp_path), Scorer(EXACT), sets)
     evaluation = evaluator.begin(0)
     with pytest.raises(VerifierError, match=r"reward exact_integer: .*'one'"):
         evaluator.finish(evaluation, 0)
@@ -327,12 +325,9 @@ def test_an_evaluation_that_is_lost_with_a_replacement_leaves_nothing_under_way(
     tmp_path: Path,
 ) -> None:
     name = "tests.unit.planted_rewards:unlucky"
-    engine: Any = LosingEngine()
+    engine, config = LosingEngine(), settings(tmp_path, samples_per_prompt=3)
     with Scorer(RewardConfig(name=name, attempts=1, workers=1, max_replacements=1)) as scorer:
-        evaluator = Evaluator(
-            {"test": [PROBLEM]}, *evaluator_args(settings(tmp_path, samples_per_prompt=3)), TOPOLOGY,
-            engine, scorer, sample_maker([PROBLEM]),
-        )  # fmt: skip
+        evaluator = evaluator_of(engine, config, scorer)
         with pytest.raises(WeightsLostError):
             evaluator.finish(evaluator.begin(5), 6)
     assert engine.descriptions == ["evaluate on test", "evaluate on test, replacement 1"]
@@ -408,14 +403,10 @@ class Run:
         tree["evaluation"] = {"samples_per_prompt": 4, "every": 2}
         config = TrainConfig.model_validate(tree)
         self.engine = LoggingEngine()
-        engine: Any = self.engine
         self.folder, self.timer = folder / "run", PhaseTimer()
         info = RunInfo.of_config(config.model_dump())
         self.recorder = Recorder(config.run, info, 0, 0, evaluates=True)
-        evaluator = Evaluator(
-            {"sums": [PROBLEM]}, *evaluator_args(config), TOPOLOGY, engine,
-            Scorer(EXACT), sample_maker([PROBLEM]),
-        )  # fmt: skip
+        evaluator = evaluator_of(self.engine, config, Scorer(EXACT), {"sums": [PROBLEM]})
         self.evaluations = Evaluations(
             evaluator, self.recorder, self.timer, steps=5, background=background
         )
@@ -495,11 +486,8 @@ def test_weights_that_nobody_has_any_more_are_not_evaluated_but_the_next_ones(
 
 
 def test_a_token_of_other_weights_is_refused(tmp_path: Path) -> None:
-    engine: Any = ReadyEngine([response(PROBLEM, s, "1", version=s // 3) for s in range(4)])
-    evaluator = Evaluator(
-        {"test": [PROBLEM]}, *evaluator_args(settings(tmp_path)), TOPOLOGY, engine,
-        Scorer(EXACT), sample_maker([PROBLEM]),
-    )  # fmt: skip
+    engine = ReadyEngine([response(PROBLEM, s, "1", version=s // 3) for s in range(4)])
+    evaluator = evaluator_of(engine, settings(tmp_path), Scorer(EXACT))
     evaluation = evaluator.begin(0)
     with pytest.raises(MixedVersionsError, match=r"step 0 .*\[0, 1\]"):
         evaluator.finish(evaluation, 0)

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_dppo.system.failpoints import KINDS, TORN, VARIABLE
 from megatron_dppo.system.files import remove_unfinished
+from tests.patience import run_patiently
 
 WRITER = """
 import sys
@@ -30,12 +31,8 @@ ATOMIC = ("create", "write", "rename", "renamed")
 
 
 def write_with(path: Path, failure: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", WRITER, str(path)],
-        env=os.environ | {VARIABLE: failure},
-        capture_output=True,
-        text=True,
-        check=False,
+    return run_patiently(
+        [sys.executable, "-c", WRITER, str(path)], env=os.environ | {VARIABLE: failure}
     )
 
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -94,7 +95,8 @@ def ask(
         client = await fleet.open()
         concurrent_task = asyncio.create_task(meanwhile(client)) if meanwhile else None  # type: ignore[arg-type]
         try:
-            all_limits = GenerationLimits(**({"concurrency": 8, "hang_timeout_s": 30} | limits))
+            given: dict[str, Any] = {"concurrency": 8, "hang_timeout_s": 30} | limits
+            all_limits = GenerationLimits(**given)
             return await generate_many(client, requests(count), all_limits)
         finally:
             if concurrent_task is not None:

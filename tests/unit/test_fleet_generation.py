@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from typing import Any, NoReturn
 
 import pytest
 
@@ -59,12 +60,12 @@ class ScriptedClient:
         return [self.result(r) for r in requests]
 
     def result(self, request: GenerationRequest) -> Trajectory:
-        return Trajectory.of_response(request.prompt_ids, [request.key])
+        return Trajectory.of_response(request.prompt_ids, [int(str(request.key))])
 
     async def abort(self, rid: str, count: int) -> None:
         self.aborted += [rid] * count
 
-    async def watch(self, hang_timeout_s: float) -> None:
+    async def watch(self, hang_timeout_s: float) -> NoReturn:
         await asyncio.sleep(self.lost_after_s)
         raise EngineLostError(f"silent for {hang_timeout_s} s")
 
@@ -83,7 +84,7 @@ async def answer_at_once(key: int, attempt: int) -> None:
 
 
 def test_the_time_limit_fits_the_longest_response():
-    def limit(**values: object) -> float:
+    def limit(**values: Any) -> float:
         rollout = RolloutConfig(prompts_per_step=1, group_size=2, **values)
         return GenerationLimits.of(rollout, EngineConfig(), EnvironmentConfig()).request_timeout_s
 

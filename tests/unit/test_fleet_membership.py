@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ class Book:
     ``unfit``: URL of a server that does not fit the run -> reason; filled before the server is published.
     """
 
-    def __init__(self, folder: Path, unfit: dict[str, str] | None = None, **engine: object) -> None:
+    def __init__(self, folder: Path, unfit: dict[str, str] | None = None, **engine: Any) -> None:
         self.runner = AsyncRunner()
         self.stopping = False
         self.unfit = {} if unfit is None else unfit
@@ -89,7 +90,7 @@ def open_book(tmp_path, monkeypatch) -> Iterator[Callable[..., Book]]:
     monkeypatch.setenv("MEGATRON_DPPO_ADMIN_API_KEY", "admin")
     books: list[Book] = []
 
-    def open_one(**engine: object) -> Book:
+    def open_one(**engine: Any) -> Book:
         books.append(Book(tmp_path, **engine))
         return books[-1]
 
@@ -135,9 +136,12 @@ def test_the_first_time_the_others_are_waited_for_but_not_for_ever(open_book):
 def test_one_that_does_not_answer_is_left_out_without_slowing_every_update(open_book, monkeypatch):
     book, asked_servers = open_book(), []
     answers = book.membership._answers
-    monkeypatch.setattr(
-        book.membership, "_answers", lambda m: asked_servers.append(m.server.name) or answers(m)
-    )
+
+    def counted(member: Member) -> Any:
+        asked_servers.append(member.server.name)
+        return answers(member)
+
+    monkeypatch.setattr(book.membership, "_answers", counted)
     members = [Member(book.start("engine0"), Keys())]
     book.small(book.start("engine1")).silent = True
     assert names(book.choose(members)) == ["engine0"]

@@ -14,7 +14,7 @@ import pytest
 from megatron_dppo.system.fork_server import ForkingLauncher, SharedForkServers
 from megatron_dppo.system.processes import StartedProcess
 from tests.messages import mentions
-from tests.patience import happens
+from tests.patience import happens, run_patiently
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "tests.unit.forked_command"
@@ -157,10 +157,11 @@ def shared():
 
 def run(shared, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     servers, environment = shared
-    return subprocess.run(
-        [sys.executable, "-c", RUN, *words], pass_fds=servers.descriptors, check=False,
-        env={**environment, **servers.variables, **variables}, capture_output=True, text=True,
-    )  # fmt: skip
+    return run_patiently(
+        [sys.executable, "-c", RUN, *words],
+        pass_fds=servers.descriptors,
+        env={**environment, **servers.variables, **variables},
+    )
 
 
 def test_the_fork_servers_of_several_runs_are_forks_of_a_shared_one(shared, tmp_path):

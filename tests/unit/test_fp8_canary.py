@@ -116,7 +116,13 @@ def test_other_dtypes_than_bfloat16_are_rounded_and_restored() -> None:
 Matrix = tuple[str, Tensor]
 Misreading = Callable[[str, Tensor], Tensor]
 """Function of a matrix' name and its scales. It returns the scales that a faulty engine reads."""
-SIZES = {"hidden": 256, "head_dim": 64, "moe_intermediate_size": 128, "layers": 4, "num_experts": 4}
+SIZES: dict[str, Any] = {
+    "hidden": 256,
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+    "layers": 4,
+    "num_experts": 4,
+}
 
 
 def read_transposed(name: str, scales: Tensor) -> Tensor:

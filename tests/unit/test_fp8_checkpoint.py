@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from tests.tiny_models import save_tiny_model
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "layers": 1,
     "hidden": 128,
     "head_dim": 32,

@@ -1,5 +1,7 @@
 """``head_stats`` against its dense twin, and which tokens it reads, which logits it computes twice, and how it sums."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -275,6 +277,8 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_named(case):
+    changes: Any
+    factor: Any
     changes, factor, message = BAD[case]
     pairs, ids, *_ = problem()
     fields = {"hidden": pairs[0][0], "weight": pairs[0][1], **factor}

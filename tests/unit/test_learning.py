@@ -73,7 +73,7 @@ class WatchedLearner:
             self.steps.append((arguments, result))
             return result
 
-        self.trainer.train_mini_batch = record_step  # type: ignore[method-assign]
+        self.trainer.train_mini_batch = record_step  # type: ignore[method-assign,assignment]
 
     def plan(self, data: list[Trajectory], **figures: float) -> PlannedBatch:
         batch = RolloutBatch([Outline.of(t) for t in data], dict(enumerate(data)), figures, {})

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,7 @@ def starters(tmp_path: Path) -> Iterator[Starters]:
         process.communicate()
 
 
-def install_foreign_holder(folder: Path, **changes: object) -> tuple[LeaseFiles, Holder]:
+def install_foreign_holder(folder: Path, **changes: Any) -> tuple[LeaseFiles, Holder]:
     """Give the lease of ``folder`` to a process on another machine."""
     holder = replace(Holder.of_this_process(), host="far", boot="another", **changes)
     files = LeaseFiles(folder)

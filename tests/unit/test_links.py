@@ -46,7 +46,7 @@ def test_a_busy_rendezvous_has_the_whole_limit(
 
     monkeypatch.setattr(links, "rendezvous_client", fail_once)
     if is_reached:
-        client = connect_store("127.0.0.1", store.port, limit_s)
+        client: Any = connect_store("127.0.0.1", store.port, limit_s)
         assert (client.get("key"), client.timeout) == (b"value", limit)
     else:
         with pytest.raises(ConnectionBrokenError, match="no answer"):

@@ -63,7 +63,8 @@ def test_lines_for_a_terminal_that_was_handed_down_are_copied_plain(monkeypatch)
     reading, writing = os.pipe()
     monkeypatch.setattr(run_logging, "_console", None)
     monkeypatch.setenv(run_logging.TERMINAL_VARIABLE, str(writing))
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    output = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", output)
     console = run_logging.shared_console()
     assert run_logging.TERMINAL_VARIABLE not in os.environ
     console.print(Text("a line of words", style="red"), soft_wrap=True)
@@ -71,12 +72,12 @@ def test_lines_for_a_terminal_that_was_handed_down_are_copied_plain(monkeypatch)
     console.quiet = True
     console.print("not for rank 1")
     assert os.read(reading, 1000).startswith(b"a line of words\n")
-    assert sys.stdout.getvalue() == "a line of words\n"
+    assert output.getvalue() == "a line of words\n"
     os.close(reading)
     console.quiet = False
     console.print("nobody reads")
     os.close(writing)
-    assert sys.stdout.getvalue() == "a line of words\nnobody reads\n"
+    assert output.getvalue() == "a line of words\nnobody reads\n"
 
 
 def test_a_second_call_replaces_the_first(tmp_path, terminal):

@@ -1,5 +1,7 @@
 """Masks: which tokens they block, for both signs of the advantage, and exactly at the threshold."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,8 +36,8 @@ def test_every_clip_trains_a_ratio_exactly_at_its_bound():
     # pi = pi' = mu: every ratio is exp(0) = 1 exactly, and the bounds allow no other ratio.
     x = inputs([0.5, 0.5], [0.5, 0.5], [1.0, -1.0], recomputed=[0.5, 0.5],
                sequence_ids=torch.tensor([0, 1]))  # fmt: skip
-    no_room = {"clip_low": 0.0, "clip_high": 0.0}
-    not_relaxed = {"rare_below": 0.1, "relax_low": False, "relax_high": False}
+    no_room: dict[str, Any] = {"clip_low": 0.0, "clip_high": 0.0}
+    not_relaxed: dict[str, Any] = {"rare_below": 0.1, "relax_low": False, "relax_high": False}
     for mask in (
         rules.ratio_clip(x, rollout, **no_room),
         rules.relaxed_clip(x, rollout, **no_room, **not_relaxed),
@@ -209,14 +211,19 @@ def test_relaxed_clip_frees_rare_tokens_on_the_chosen_side(low, high, expected):
 
 def test_a_token_is_rare_below_the_bound_not_at_it():
     x = inputs([0.5], [1.0], [-1.0])  # r = 0.5
-    options = {"clip_low": 0.2, "clip_high": 0.28, "relax_low": True, "relax_high": True}
+    options: dict[str, Any] = {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "relax_low": True,
+        "relax_high": True,
+    }
     assert trains(rules.relaxed_clip(x, rollout, rare_below=1.0, **options)) == [False]
 
 
 def test_relaxed_clip_keeps_common_tokens_within_its_bounds():
     # r = 1.2 and 0.9, at mu = 1/2
     x = inputs([0.6, 0.45], [0.5, 0.5], [1.0, -1.0])
-    options = {"rare_below": 0.1, "relax_low": True, "relax_high": True}
+    options: dict[str, Any] = {"rare_below": 0.1, "relax_low": True, "relax_high": True}
     for bounds, expected in (((0.2, 0.28), True), ((0.05, 0.15), False)):
         mask = rules.relaxed_clip(x, rollout, clip_low=bounds[0], clip_high=bounds[1], **options)
         assert trains(mask) == [expected] * 2

@@ -221,11 +221,12 @@ def test_bars_may_be_nested():
 
 
 def test_a_quiet_rank_shows_nothing():
-    output = Console(file=io.StringIO(), quiet=True)
+    file = io.StringIO()
+    output = Console(file=file, quiet=True)
     with progress("start the engine", console=output, interval_s=0.01) as tracker:
         tracker.advance()
         time.sleep(0.05)
-    assert output.file.getvalue() == ""
+    assert file.getvalue() == ""
 
 
 def test_a_metric_without_a_bound_on_its_drop_may_fall_below_zero():

@@ -150,9 +150,9 @@ def test_divergences_are_nan_where_what_counts_is_nan():
         for pair in ((bad, x), (x, bad)):
             assert f(*pair, all_valid).isnan().all()
             torch.testing.assert_close(f(*pair, second_valid), f(x, x, second_valid))
-    for f in (divergence.binary_tv, divergence.binary_kl):
-        assert f(bad[0], x[0]).isnan().tolist() == [True, False]
-        assert f(x[0], bad[0]).isnan().tolist() == [True, False]
+    for binary in (divergence.binary_tv, divergence.binary_kl):
+        assert binary(bad[0], x[0]).isnan().tolist() == [True, False]
+        assert binary(x[0], bad[0]).isnan().tolist() == [True, False]
 
 
 def test_an_overflowing_ratio_blocks_one_token_under_an_infinite_cap_and_is_cut_under_a_finite_one():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import pack, unpack_sampled
 from megatron_dppo.data.trajectory import Trajectory, forms_of
 from tests.messages import mentioning
+from tests.trajectories import masked
 from tests.trajectories import trajectory as sample
 
 
@@ -51,13 +54,8 @@ def test_entry_t_concerns_the_next_token_of_the_same_sequence():
 
 def test_a_tool_s_output_between_two_turns_trains_nothing():
     mask = [False, True, True, False, False, True]
-    turns = Trajectory(
-        0,
-        0,
-        [1, 21, 22, 31, 32, 23],
-        mask,
-        {"rollout_log_probs": [-1.0, -2.0, -3.0]},
-        advantage=2.0,
+    turns = masked(
+        [1, 21, 22, 31, 32, 23], mask, rollout_log_probs=[-1.0, -2.0, -3.0], advantage=2.0
     )
     batch = pack([turns, sample([4], [5])], pad_multiple=10)
     assert batch.target_ids.tolist() == [21, 22, 31, 32, 23, 0, 5, 0, 0, 0]
@@ -75,7 +73,7 @@ def test_no_padding_sequence_where_the_tokens_fill_the_multiple():
 
 
 def test_dtypes():
-    columns = {
+    columns: dict[str, Any] = {
         "recomputed_log_probs": [-0.25],
         "topk_ids": np.array([[4, 5]], np.int32),
         "topk_log_probs": np.array([[-0.5, -1.5]], np.float32),
@@ -197,8 +195,8 @@ def batches(draw):
     for mask in masks:
         tokens = [draw(st.integers(1, 99)) for _ in range(len(mask) + 1)]
         log_probs = np.array([-draw(st.integers(1, 99)) for _ in range(sum(mask))], np.float32)
-        columns = {"rollout_log_probs": log_probs}
-        trajectories.append(Trajectory(0, 0, tokens, [False, *mask], columns, advantage=1.0))
+        trajectory = masked(tokens, [False, *mask], rollout_log_probs=log_probs, advantage=1.0)
+        trajectories.append(trajectory)
     return trajectories, [draw(st.booleans()) for _ in trajectories]
 
 
@@ -241,7 +239,7 @@ def test_the_shares_of_the_input_s_columns_are_the_whole(batch_and_trains, parts
         pack(
             routed,
             **options,
-            input_rows=lambda cu, part=part: torch.arange(cu[-1]).chunk(parts)[part],
+            input_rows=lambda cu, part=part: torch.arange(cu[-1]).chunk(parts)[part],  # type: ignore[misc]
         )
         for part in range(parts)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -161,7 +162,8 @@ def test_without_room_on_the_device_all_stays_parked(tensors: TrainerTensors) ->
     first = tensors.buffer.untyped_storage()
     size = first.nbytes()
     first.resize_(0)
-    storages = [parking._Storage(s, size, is_constant=False) for s in (first, StorageWithoutRoom())]
+    both: tuple[Any, ...] = (first, StorageWithoutRoom())
+    storages = [parking._Storage(s, size, is_constant=False) for s in both]
     with pytest.raises(torch.OutOfMemoryError):
         parking._allocate(storages)
     assert first.nbytes() == 0

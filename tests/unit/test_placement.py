@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,8 @@ def test_half_the_nodes_train_and_half_generate():
         21001,
         21002,
     )
-    assert {process.port_step for process in (placement.router, *placement.servers)} == {11}
+    processes: list[Any] = [placement.router, *placement.servers]
+    assert {process.port_step for process in processes} == {11}
     assert placement.unused == ()
     assert [h.name for h in placement.rank_hosts] == ["n1", "n2"]
     assert placement.ranks_per_host == 8

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,9 @@ def test_tokens_outside_the_loss_mask_give_exactly_nothing_even_where_they_are_n
 
 def test_a_token_that_became_impossible_has_no_gradient_and_a_nan_reaches_the_loss():
     log_probs = torch.tensor([-math.inf, -1.0], requires_grad=True)
-    x = TokenInputs(log_probs, torch.tensor([-1.0, -1.0]), torch.ones(2), torch.ones(2, dtype=bool))
+    x = TokenInputs(
+        log_probs, torch.tensor([-1.0, -1.0]), torch.ones(2), torch.ones(2, dtype=torch.bool)
+    )
     policy_loss(build_algorithm("pg-is"), x).loss.backward()
     close(log_probs.grad, [0.0, -1.0])
     x = TokenInputs(log_probs * math.nan, x.rollout_log_probs, x.advantages, x.loss_mask)
@@ -253,7 +256,7 @@ def test_one_vector_carries_sums_and_extremes_of_all_ranks():
     # A rank without tokens.
     smallest, largest = torch.tensor(-math.inf), torch.tensor(math.inf)
     ranks.append(MetricSums({"s": torch.tensor(0.0)}, {"hi": smallest}, {"lo": largest}))
-    total = sum(m.to_vector(r, 4) for r, m in enumerate(ranks))
+    total = torch.stack([m.to_vector(r, 4) for r, m in enumerate(ranks)]).sum(0)
     reduced = MetricSums.from_vector(ranks[0].names, total, 4)
     assert reduced.values() == {"s": 6.0, "hi": -3.0, "lo": 2.0}
     with pytest.raises(ValueError, match=r"expected \(9,\)"):
@@ -270,13 +273,13 @@ def test_shapes_that_differ_are_named(field):
 
 @pytest.mark.parametrize("k", [(4, 5, 5), (5, 4, 5), (5, 5, 4)])
 def test_topk_tensors_have_one_shape_with_the_tokens_first(k):
-    x = [torch.zeros(3), torch.zeros(3), torch.zeros(3), torch.ones(3, dtype=torch.bool), None]
+    x: Any = [torch.zeros(3), torch.zeros(3), torch.zeros(3), torch.ones(3, dtype=torch.bool), None]
     with pytest.raises(ValueError, match=mentioning(str((3, k[0])), "(3,)")):
         TokenInputs(*x, *(torch.zeros(3, n) for n in k))
     with pytest.raises(ValueError, match=mentioning("(2, 4)")):
         TokenInputs(*x, *(torch.zeros(2, 4) for _ in k))
     with pytest.raises(ValueError, match=mentioning(None)):
-        TokenInputs(*x, None, torch.zeros(3, 4), torch.zeros(3, 4))
+        TokenInputs(*[*x, None, torch.zeros(3, 4), torch.zeros(3, 4)])
 
 
 def test_sums_of_float32_losses_are_float64():

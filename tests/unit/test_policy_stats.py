@@ -3,6 +3,7 @@
 import contextlib
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def loss_of(stats, weights):
 def test_the_dense_twin_by_hand():
     """At temperature 2, p is 1/2, 1/4, 1/4 and 0. The last column is padding, and the Top-K id -1 means no id."""
     logits = 2 * torch.tensor([[0.5, 0.25, 0.25, 0.0, 99.0]]).log()
-    options = {"vocab_size": 4, "temperature": 2.0}
+    options: dict[str, Any] = {"vocab_size": 4, "temperature": 2.0}
     twin = dense_policy_stats(
         logits, torch.tensor([2]), topk_ids=torch.tensor([[0, 3, -1]]), with_entropy=True,
         with_squares=True, **options
@@ -74,7 +75,7 @@ def test_agrees_with_the_dense_twin(backend, dtype, with_entropy, temperature):
     twin_leaf = logits.double().requires_grad_()
     twin = dense_policy_stats(twin_leaf, ids, **options)
 
-    tolerance = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-6}
+    tolerance: dict[str, Any] = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-6}
     torch.testing.assert_close(stats.log_probs.double(), twin.log_probs, **tolerance)
     torch.testing.assert_close(stats.topk_log_probs.double(), twin.topk_log_probs, **tolerance)
     assert stats.topk_log_probs[3, 3] == -math.inf
@@ -84,7 +85,7 @@ def test_agrees_with_the_dense_twin(backend, dtype, with_entropy, temperature):
     if with_squares:
         assert not stats.sum_squares.requires_grad
         # The squares of all columns are summed: their rounding adds up to more than that of a log-probability.
-        relative = {"rtol": 2 * tolerance["atol"], "atol": 0}
+        relative: dict[str, Any] = {"rtol": 2 * tolerance["atol"], "atol": 0}
         torch.testing.assert_close(stats.sum_squares.double(), twin.sum_squares, **relative)
 
     loss_of(stats, weights).backward()
@@ -173,7 +174,7 @@ def test_values_worked_by_hand(backend, dtype):
     # p = (1/4, 1/2, 1/4), so H = 3/2 log 2 and dH/dz = -p (log p + H).
     leaf = torch.tensor([[0.0, math.log(2), 0.0]]).to(dtype).requires_grad_()
     stats = policy_stats(leaf, torch.tensor([1]), vocab_size=3, with_entropy=True, backend=backend)
-    tolerance = {"rel": 2e-3 if dtype == torch.bfloat16 else 1e-6}
+    tolerance: dict[str, Any] = {"rel": 2e-3 if dtype == torch.bfloat16 else 1e-6}
     assert stats.log_probs.item() == pytest.approx(-math.log(2), **tolerance)
     assert stats.entropy.item() == pytest.approx(1.5 * math.log(2), **tolerance)
     (stats.log_probs + stats.entropy).sum().backward()
@@ -543,7 +544,7 @@ def test_two_ranks_together_give_what_one_does(monkeypatch):
     g = torch.Generator().manual_seed(7)
     logits = torch.randn(6, 10, generator=g)
     ids, topk = torch.tensor([0, 4, 5, 6, 2, 6]), torch.tensor([[3, 6], [5, -1]] * 3)
-    options = {"vocab_size": 7, "temperature": 0.5, "topk_ids": topk, "with_entropy": True,
+    options: dict[str, Any] = {"vocab_size": 7, "temperature": 0.5, "topk_ids": topk, "with_entropy": True,
                "with_squares": True}  # fmt: skip
 
     def stats_of_shard(rank, group):
@@ -654,7 +655,7 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, with_squares, monk
     got = wire.log_softmax_at(reduced, 1.0).exp() * 8
     torch.testing.assert_close(got[:, 0], mass[:, 1])
     torch.testing.assert_close(got[1, 1], mass[1, 3])
-    assert reduced.logits.tolist() == sum(owned).tolist()
+    assert reduced.logits.tolist() == torch.stack(owned).sum(0).tolist()
     p = mass / 8
     if with_squares:
         torch.testing.assert_close(reduced.squares, torch.tensor([30, 22]).double() / 64)

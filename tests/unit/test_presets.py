@@ -6,13 +6,13 @@ import math
 import re
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from megatron_dppo.algorithms import rules
 from megatron_dppo.algorithms.aggregation import AGGREGATIONS
-from megatron_dppo.algorithms.algorithm import build_algorithm
+from megatron_dppo.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_dppo.algorithms.inputs import rollout
 from megatron_dppo.algorithms.reference_penalty import ESTIMATORS
 from megatron_dppo.algorithms.table import (
@@ -157,22 +157,28 @@ def test_options_replace_numbers_and_reach_the_mask():
     assert (algorithm.ratio_cap, algorithm.topk) == (5, 8)
     assert isinstance(algorithm.mask, partial)
     assert algorithm.mask.func is rules.topk_tv
-    assert algorithm.mask.keywords == {"anchor": rollout, "tv_threshold": 0.1}
+    assert keywords_of(algorithm) == {"anchor": rollout, "tv_threshold": 0.1}
     assert algorithm.numbers == {"tv_threshold": 0.1, "ratio_cap": 5, "topk": 8}
+
+
+def keywords_of(algorithm: Algorithm) -> dict[str, Any]:
+    """Return the arguments with which the algorithm calls its mask."""
+    assert isinstance(algorithm.mask, partial)
+    return algorithm.mask.keywords
 
 
 def test_options_go_on_top_of_the_settings():
     algorithm = build_algorithm("dppo-binary-tv", {"ratio_cap": 7}, "scaling")
     assert algorithm.numbers == {"tv_threshold": 0.2, "ratio_cap": 7}
     with pytest.raises(ValueError, match=mentioning("'paper'")):
-        build_algorithm("dppo-binary-tv", {}, "paper")
+        build_algorithm("dppo-binary-tv", {}, "paper")  # type: ignore[arg-type]
 
 
 def test_options_that_no_preset_has_by_itself_reach_mask_and_loss():
     algorithm = build_algorithm(
         "dppo-topk-kl", {"kl_threshold_negative": 0.01, "kl_coefficient": 0.5}
     )
-    assert algorithm.mask.keywords["kl_threshold_negative"] == 0.01
+    assert keywords_of(algorithm)["kl_threshold_negative"] == 0.01
     assert algorithm.penalties == ((0.5, rules.kl),)
     assert build_algorithm("pg-is", {"log_ratio_coefficient": 2}).penalties == (
         (2, rules.squared_log_ratio),
@@ -297,6 +303,6 @@ def test_bounds_of_the_mismatch_may_meet():
 
 
 def test_each_relaxed_clip_frees_its_own_side():
-    keywords = {n: build_algorithm(f"relax-{n}").mask.keywords for n in ("low", "high", "both")}
+    keywords = {n: keywords_of(build_algorithm(f"relax-{n}")) for n in ("low", "high", "both")}
     freed = {n: (found["relax_low"], found["relax_high"]) for n, found in keywords.items()}
     assert freed == {"low": (True, False), "high": (False, True), "both": (True, True)}

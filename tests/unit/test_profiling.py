@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from megatron_dppo.config.schema import ProfileConfig
 from megatron_dppo.loop.profiling import StepProfiler
 
 
-def run_steps(folder, rank: int, **config: object) -> None:
+def run_steps(folder, rank: int, **config: Any) -> None:
     """Run three steps, the second of which the configuration selects for a trace."""
     profiler = StepProfiler(ProfileConfig(steps=[2], **config), folder, rank)
     for step in (1, 2, 3):

@@ -61,7 +61,7 @@ def test_the_projection_is_the_one_of_a_plain_solver(seed, k):
         rest = [i for i in range(7) if i not in kept_ids]
         buckets = [[i] for i in kept_ids] + ([rest] if rest else [])
         masses = [[float(p[b].sum()) for b in buckets] for p in (pi, mu)]
-        p = solve_projection(*masses, BOUND)
+        p = solve_projection(masses[0], masses[1], BOUND)
         result = projection.projected(tokens_of(logits, mu_logits, [sampled], k), BOUND)
         at = kept_ids.index(sampled)
         assert result.log_ratio.exp().item() == pytest.approx(p[at] / masses[1][at], rel=1e-9)
@@ -117,7 +117,7 @@ def test_the_gradient_goes_through_the_projection_and_its_constraint(seed, sampl
         kept_masses = [float(p[i]) for i in kept_ids]
         masses.append([*kept_masses, max(1 - sum(kept_masses), 4 * torch.finfo(F64).eps)])
     assert kl(*masses) > 1.1 * BOUND
-    fixed = solve_projection(*masses, BOUND)
+    fixed = solve_projection(masses[0], masses[1], BOUND)
     leaf = logits.clone().requires_grad_()
     algorithm = build_algorithm("troll", {"topk": k, "regression": 0.7})
     sums = policy_loss(algorithm, tokens_of(leaf, mu_logits, [sampled], k, advantage))

@@ -121,9 +121,9 @@ def test_splits_between_sequences_do_not_matter(name, seed, cut):
 def test_advantages_of_permuted_groups_are_permuted_and_sum_to_zero(seed, groups, size):
     g = np.random.default_rng(seed)
     rewards = g.normal(size=(groups, size)).round(3)
-    found = group_relative(rewards.ravel(), size).view(groups, size)
+    found = group_relative(rewards.ravel().tolist(), size).view(groups, size)
     order, inside = g.permutation(groups), g.permutation(size)
-    permuted = group_relative(rewards[order][:, inside].ravel(), size).view(groups, size)
+    permuted = group_relative(rewards[order][:, inside].ravel().tolist(), size).view(groups, size)
     torch.testing.assert_close(permuted, found[order.copy()][:, inside.copy()])
     torch.testing.assert_close(found.sum(1), torch.zeros(groups), rtol=0, atol=1e-5)
     torch.testing.assert_close(

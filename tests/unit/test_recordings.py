@@ -156,9 +156,9 @@ def test_a_notice_survives_its_encoding_and_a_broken_one_is_refused():
     for broken in (
         replace(notice, id="../../etc/passwd"),
         replace(notice, hash="f"),
-        replace(notice, dtype="float32"),
+        replace(notice, dtype="float32"),  # type: ignore[arg-type]
         replace(notice, shape=(3, -2, 4)),
-        replace(notice, shape=(3, 2)),
+        replace(notice, shape=(3, 2)),  # type: ignore[arg-type]
         replace(notice, shape=(3, 2, True)),
     ):
         with pytest.raises(ValueError, match="a broken notice of a recording"):

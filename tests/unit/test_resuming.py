@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -34,13 +34,13 @@ class Store:
     """
 
     def __init__(self, loaded_digests: Mapping[int, str], *unusable_steps: int) -> None:
+        self._digest = ""
         self.trainer: Any = SimpleNamespace(
             weights_form=lambda: "form", weights_digest=lambda: self._digest
         )
         self.set_aside_names: list[str] = []
         self._loaded_digests = loaded_digests
         self._unusable_steps = unusable_steps
-        self._digest = ""
 
     def survey(self) -> CheckpointSurvey:
         complete = tuple(StoredCheckpoint(folder_of(n), n, n) for n in self._loaded_digests)
@@ -75,13 +75,7 @@ def start(
     run = RunConfig.model_validate({"directory": str(directory), "steps": 9, "resume": resume_word})
     checkpoints = CheckpointConfig.model_validate({"on_damage": on_damage})
     state = resume(
-        run,
-        checkpoints,
-        store.trainer,
-        store,
-        IDENTITY,
-        replays=False,
-        nonce=nonce,  # type: ignore[arg-type]
+        run, checkpoints, store.trainer, cast(Any, store), IDENTITY, replays=False, nonce=nonce
     )
     return None if state is None else state.step
 

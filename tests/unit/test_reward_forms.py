@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.config.data_schema import RewardConfig
+from megatron_dppo.config.data_schema import RewardConfig, RewardTerm
 from megatron_dppo.data.thoughts import TurnText
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.loop.scorer import Scorer, weighted_sum
@@ -235,13 +235,11 @@ def test_the_weighted_sum_by_hand():
     assert mentions(too_large.refusal or "", "x 1e+18 * 1e+300", "y 1 * 2", "inf")
 
 
+LENGTH = RewardTerm(name=PLANTED + "with_options", weight=0.1, options={"longest": 1})
+
+
 def test_several_rewards_of_a_run():
-    config = RewardConfig(
-        name="exact_integer",
-        further={
-            "length": {"name": PLANTED + "with_options", "weight": 0.1, "options": {"longest": 1}}
-        },
-    )
+    config = RewardConfig(name="exact_integer", further={"length": LENGTH})
     assert list(config.terms) == ["exact_integer", "length"]
     with Scorer(config) as scorer:
         score = scorer.submit(Problem(0, "1+1", "2", ()), TurnText.plain("1+1=2")).result()
@@ -251,10 +249,7 @@ def test_several_rewards_of_a_run():
 
 BY_COLUMN = RewardConfig(
     name="exact_integer",
-    further={
-        "words": {"name": PLANTED + "is_the_answer"},
-        "length": {"name": PLANTED + "with_options", "weight": 0.1, "options": {"longest": 1}},
-    },
+    further={"words": RewardTerm(name=PLANTED + "is_the_answer"), "length": LENGTH},
     column="by",
 )
 
@@ -295,7 +290,7 @@ def test_an_error_in_a_run_shows_the_row_the_answer_and_the_rewards_own_frames(
     """The reward raises an exception, or a ValueError, which refuses one response."""
     problem, places = Problem(4, "1+1", "two", (7, 8)), {(7, 8): "sums.jsonl, line 5"}
     config = RewardConfig(name=PLANTED + reward, workers=1)
-    with Scorer(config, lambda ids: places[tuple(ids)]) as scorer:
+    with Scorer(config, lambda ids: dict[Any, str](places)[tuple(ids)]) as scorer:
         pending = scorer.submit(problem, TurnText.plain(response))
         with pytest.raises(VerifierError) as caught:
             require([pending.result()], [RewardInput.of(problem, response)])

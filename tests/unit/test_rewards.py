@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from megatron_dppo.rewards import REWARDS, exact_integer, find_reward
 from megatron_dppo.rewards.answers import final_answer
 from megatron_dppo.rewards.math_verify import math_verify
 from tests.messages import mentioning
+from tests.patience import run_patiently
 
 
 @pytest.mark.parametrize(
@@ -160,5 +160,5 @@ def test_the_table_imports_no_library():
         "import sys; import megatron_dppo.rewards as r; r.REWARDS['exact_integer'].load()('1', '1'); "
         f"print([m for m in {heavy} if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    out = run_patiently([sys.executable, "-c", code], check=True)
     assert out.stdout.strip() == "[]"

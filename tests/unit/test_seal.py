@@ -185,7 +185,7 @@ def with_equal_seeds(batch: list[Trajectory]) -> list[Trajectory]:
     return [
         replace(t, stamp=replace(t.stamp, seed=batch[i % 4].stamp.seed))
         for i, t in enumerate(batch)
-    ]  # type: ignore[union-attr]
+    ]
 
 
 def with_rows_of_another(batch: list[Trajectory]) -> list[Trajectory]:

@@ -295,7 +295,7 @@ def test_an_environment_gets_the_keys_that_are_passed_and_so_do_its_programs(pas
         pool = EnvironmentPool(spec, workers=1)
         try:
             environment = await pool.open()
-            return await environment.reset(Problem(1, "3+5", "8", (1,)))
+            return str(await environment.reset(Problem(1, "3+5", "8", (1,))))
         finally:
             pool.close()
 

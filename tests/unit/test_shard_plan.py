@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ CONFIGS = ROOT / "examples" / "model_configs"
 MIB = 2**20
 
 
-def real_shape(name: str, **changes: object) -> ModelShape:
+def real_shape(name: str, **changes: Any) -> ModelShape:
     return replace(load_model_shape(CONFIGS / name), **changes)
 
 

@@ -236,10 +236,10 @@ class BegunBatches(GeneratedRollouts):
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_a_batch_begins_once_its_oldest_token_can_keep_the_bound(tmp_path, max_staleness):
     """Batch n trains version n - 1, so tokens of version v fit batches up to v + 1 + max_staleness. The last is 6."""
-    rollout = TrainConfig(**minimal(tmp_path)).rollout
+    rollout = TrainConfig.model_validate(minimal(tmp_path)).rollout
     rollout = rollout.model_copy(update={"max_staleness": max_staleness})
     unused = cast(Any, None)
-    source = BegunBatches(rollout, *[unused] * 8, steps=6)
+    source = BegunBatches(rollout, *([unused] * 8), steps=6)  # type: ignore[misc]
     begun_batches = []
     for version in range(6):
         if not source._drafts:

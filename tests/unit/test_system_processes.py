@@ -31,7 +31,7 @@ from megatron_dppo.system.processes import (
     start_process,
     tail,
 )
-from tests.patience import happens
+from tests.patience import happens, run_patiently
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
 PARENT = [
@@ -266,5 +266,5 @@ end_now(3)
 
 def test_a_process_that_ends_now_flushes_and_runs_its_exit_handlers_alone():
     command = [sys.executable, "-c", ENDS_NOW]
-    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    result = run_patiently(command)
     assert (result.returncode, result.stdout, result.stderr) == (3, "buffered exit handler", "")

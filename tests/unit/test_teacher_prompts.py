@@ -105,7 +105,7 @@ def test_an_inserted_text_is_not_a_template() -> None:
 def test_unknown_teachers_names_and_long_prompts_are_refused_by_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.jsonl, line 2: metadata\.teacher .* got 'b'"):
         prompts_of(tmp_path, a={})
-    template = {"prompt_template": "{hint} {other}"}
+    template: dict[str, Any] = {"prompt_template": "{hint} {other}"}
     with pytest.raises(
         DataError, match=r"line 1: distillation\.teachers\.a\.prompt_template: got {other}"
     ):

@@ -1,6 +1,7 @@
 """The output matrix of a tied checkpoint in a server whose model keeps one."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def test_a_tied_embedding_is_loaded_into_the_output_matrix(tmp_path):
     folder = save_tiny_model(tmp_path, tied=True)
     from transformers import AutoModelForCausalLM
 
-    embedding = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    embedding = model.get_input_embeddings().weight
     ((name, tensor),) = loaded(folder).items()
     assert name == "lm_head.weight"
     assert torch.equal(tensor, embedding)

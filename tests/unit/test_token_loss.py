@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +31,8 @@ def samples(count=5, seed=0):
         sampled = logs[np.arange(response), ids]
         trajectories.append(
             trajectory(
-                g.integers(0, V, prompt),
-                ids,
+                g.integers(0, V, prompt).tolist(),
+                ids.tolist(),
                 advantage=float(g.normal()),
                 rollout_log_probs=sampled,
                 recomputed_log_probs=sampled + np.float32(0.01),
@@ -64,7 +65,7 @@ def run(name, packs, **options):
     """Return the gradient of the summed loss with respect to the table of logits, and the merged metrics."""
     table = torch.randn(V, V, generator=torch.Generator().manual_seed(3)).requires_grad_()
     algorithm = build_algorithm(name, options)
-    token_loss, total, metrics = make_token_loss(algorithm), 0.0, None
+    token_loss, total, metrics = make_token_loss(algorithm), torch.zeros(()), None
     for unbounded in packs:
         batch = bounded(unbounded)
         stats = policy_stats(
@@ -145,7 +146,7 @@ def penalty_gradient(name, aggregation, *, weighted=False, **options):
         stats = policy_stats(model(table, batch), batch.target_ids, vocab_size=V)
         stats = replace(stats, log_probs=stats.log_probs.requires_grad_())
         algorithm = build_algorithm(name, options)
-        penalty = {"weighted_reference": True} if weighted else {}
+        penalty: dict[str, Any] = {"weighted_reference": True} if weighted else {}
         token_loss = make_token_loss(algorithm, aggregation, reference_kl=coefficient, **penalty)
         sums = token_loss(stats, batch)
         grads.append(torch.autograd.grad(sums.loss, stats.log_probs)[0])
@@ -242,7 +243,8 @@ def test_each_turn_weighs_by_its_own_advantage():
                 row += 1
             start += n + 2
     token_loss = make_token_loss(build_algorithm("pg-is"))
-    for options in ({}, {"sequence_multiple": 4, "pad_multiple": 8}):
+    forms: tuple[dict[str, Any], ...] = ({}, {"sequence_multiple": 4, "pad_multiple": 8})
+    for options in forms:
         packs = pack(batch, **options)
         assert packs.advantages[~packs.loss_mask].eq(0).all()
         stats = policy_stats(model(table, packs), packs.target_ids, vocab_size=V)

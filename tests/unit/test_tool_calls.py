@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from megatron_dppo.environments.agent_conversation import _message_of, _read
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.system import time_limit
 from tests.chat_templates import LLAMA3, QWEN3, QWEN3_THINKING
+from tests.patience import run_patiently
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.config_files import minimal
 
@@ -232,9 +232,7 @@ def test_a_worker_reads_calls_without_torch_and_can_still_import_sglang():
         f"print(len(ToolFormat('hermes').read({HERMES!r}, {TOOLS!r}).calls))\n"
         "heavy = {'torch', 'transformers', 'sglang', 'xgrammar'} & set(sys.modules); print(sorted(heavy))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = run_patiently([sys.executable, "-c", program], 120, check=True)
     assert done.stdout.splitlines() == ["1", "[]"]
 
 

@@ -252,6 +252,7 @@ def test_tensorboard_alone_is_the_default():
 class RecordingTracker:
     """Records its calls; fails in the first ``bad_starts`` starts and in ``scalars`` of the steps in ``bad_steps``."""
 
+    latest: "RecordingTracker"
     bad_starts = 0
     bad_steps = frozenset()
 

@@ -36,14 +36,14 @@ def attend_one_by_one(q, k, v, bounds, scale):
 def test_values_and_gradients_equal_one_sequence_at_a_time(lengths: list[int]) -> None:
     torch.manual_seed(0)
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    inputs = [
+    q, k, v = inputs = [
         torch.randn(bounds[-1], heads, 8, dtype=torch.float64, requires_grad=True)
         for heads in (4, 2, 2)
     ]
     upstream = torch.randn(bounds[-1], 4, 8, dtype=torch.float64)
     plan = padding_plan(torch.tensor(bounds, dtype=torch.int32))
-    packed_output = packed_causal_attention(*inputs, plan, scale=0.3)
-    expected_output = attend_one_by_one(*inputs, bounds, 0.3)
+    packed_output = packed_causal_attention(q, k, v, plan, scale=0.3)
+    expected_output = attend_one_by_one(q, k, v, bounds, 0.3)
     assert torch.allclose(packed_output, expected_output, atol=1e-12, rtol=0)
     actual = torch.autograd.grad(packed_output, inputs, upstream)
     expected = torch.autograd.grad(expected_output, inputs, upstream)

@@ -96,7 +96,7 @@ def test_qwen2_has_biases_and_no_qk_norm() -> None:
 
 
 def test_a_shared_expert_has_its_width_and_its_gate() -> None:
-    shared = {"shared_ffn_hidden_size": 96, "gates_shared_expert": True}
+    shared: dict[str, Any] = {"shared_ffn_hidden_size": 96, "gates_shared_expert": True}
     t = build(replace(MOE, family="qwen2_moe", **shared), {})
     assert (t.moe_shared_expert_intermediate_size, t.moe_shared_expert_gate) == (96, True)
     assert t.add_qkv_bias

@@ -8,15 +8,15 @@ from megatron_dppo.data.trajectory import Trajectory, VersionSpan, check_complet
 from megatron_dppo.loop.rollout_figures import interruption_figures
 from megatron_dppo.metrics import table as names
 from tests.messages import mentioning
-from tests.trajectories import same, trajectory
+from tests.trajectories import masked, same, trajectory
 
 
 def test_several_turns_have_one_prompt_and_all_sampled_tokens():
-    turns = Trajectory(0, 0, [1, 2, 7, 30, 31, 8], [False, False, True, False, False, True])
+    turns = masked([1, 2, 7, 30, 31, 8], [False, False, True, False, False, True])
     assert (turns.length, turns.sampled) == (6, 2)
     assert turns.prompt_ids.tolist() == [1, 2]
     assert turns.response_ids.tolist() == [7, 8]
-    without_response = Trajectory(0, 0, [1, 2], [False, False])
+    without_response = masked([1, 2], [False, False])
     assert (without_response.prompt_ids.tolist(), without_response.response_ids.tolist()) == (
         [1, 2],
         [],
@@ -36,9 +36,7 @@ def test_an_update_interrupts_a_turn_and_not_what_lies_between_two():
     assert trajectory([1, 1], [2] * 5, weight_version=[4, 4, 5, 6, 6]).interruptions == (4, 5)
     mask = [False, True, True, False, True, True]
     for versions, expected in (([1, 1, 2, 2], ()), ([1, 2, 3, 4], (2, 5)), ([1, 1, 1, 2], (5,))):
-        turns = Trajectory(
-            0, 0, [1] * 6, mask, columns={"weight_version": np.array(versions, np.int32)}
-        )
+        turns = masked([1] * 6, mask, weight_version=versions)
         assert turns.interruptions == expected
         figures = interruption_figures([turns, trajectory([1], [2, 3])])
         expected_figures = {names.INTERRUPTED: 0.5, names.RECOMPUTED_TOKENS: sum(expected)}
@@ -164,7 +162,7 @@ def test_a_complete_column_is_of_all_or_of_none():
 
 def test_arrays_are_read_only_and_the_caller_keeps_its_own():
     tokens, log_probs = np.array([1, 2, 3], np.int32), np.array([-1.0, -2.0], np.float32)
-    response = Trajectory(0, 0, tokens, [False, True, True], {"rollout_log_probs": log_probs})
+    response = masked(tokens, [False, True, True], rollout_log_probs=log_probs)
     for array in (response.token_ids, response.loss_mask, response.columns["rollout_log_probs"]):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
@@ -189,9 +187,12 @@ def test_each_step_makes_a_new_one():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Trajectory(3, 1, [1, 2], [True, True]), "response 1 to problem 3: the prompt is"),
-        (lambda: Trajectory(0, 0, [], []), "the prompt is empty"),
-        (lambda: Trajectory(0, 0, [1, 2], [False]), r"token_ids \(2,\) and loss_mask \(1,\)"),
+        (
+            lambda: masked([1, 2], [True, True], problem_id=3),
+            "response 0 to problem 3: the prompt is",
+        ),
+        (lambda: masked([], []), "the prompt is empty"),
+        (lambda: masked([1, 2], [False]), r"token_ids \(2,\) and loss_mask \(1,\)"),
         (lambda: trajectory([1], [2], mood=[1.0]), "column 'mood' is not declared; known are"),
         (
             lambda: trajectory([1], [2], rollout_log_probs=np.array([-1.0])),

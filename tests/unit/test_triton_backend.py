@@ -6,6 +6,7 @@ started with the variable, as by ``make mutants``, they run in this process.
 
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def gradient_at_edges():
     """Return the Triton backend's gradient at ``edges``. Checks inputs without rows and degenerate rows, too."""
     logits, ids = edges(torch.float32)
     leaf, nothing = logits.requires_grad_(), torch.zeros(0, 5, requires_grad=True)
-    options = {"backend": "triton", "temperature": 0.5}
+    options: dict[str, Any] = {"backend": "triton", "temperature": 0.5}
     policy_stats(leaf, ids, vocab_size=4097, **options).log_probs.sum().backward()
     policy_stats(nothing, ids[:0], vocab_size=5, **options).log_probs.sum().backward()
     assert nothing.grad.shape == (0, 5)

@@ -135,7 +135,7 @@ def test_options_of_an_environment_by_problem_are_read_too(tree):
         "one": {"name": "own_parts:Env", "options": {"size": 1, "speed": 2}},
         "two": {"name": "agent", "options": {"agent": "own_parts:takes_one", "ignored": ["nope"]}},
     }
-    options = {"environments": environments}
+    options: dict[str, Any] = {"environments": environments}
     one, two = warnings_of(tree, environment={"name": "by-problem", "options": options})
     assert one.startswith("environment.options.environments.one.options.speed:")
     assert two.startswith("environment.options.environments.two.options.ignored:")

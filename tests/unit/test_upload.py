@@ -7,7 +7,6 @@ The tests never connect to huggingface.co, and do not cover its storage of large
 import base64
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -18,6 +17,7 @@ from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.convert import main
 from megatron_dppo.launch.library_checks import check_everything
 from tests.messages import mentions
+from tests.patience import run_patiently
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal, write_config
 from tests.unit.small_hub import small_hub
@@ -49,10 +49,7 @@ def upload(folder, endpoint, *words):
 def run_python(endpoint, *words):
     """Run Python in a child process, because the library reads the hub's address while it is imported."""
     variables = {"HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
-    return subprocess.run(
-        [sys.executable, *words], env={**os.environ, **variables}, capture_output=True, text=True,
-        check=False, timeout=120,
-    )  # fmt: skip
+    return run_patiently([sys.executable, *words], 120, env={**os.environ, **variables})
 
 
 @pytest.mark.parametrize(("words", "visibility"), [((), "private"), (("--public",), "public")])

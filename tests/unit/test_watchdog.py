@@ -3,6 +3,7 @@
 import pickle
 import threading
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -181,6 +182,7 @@ def test_the_report_of_a_checkpoint_has_the_limit_of_checkpoints():
 def test_a_rendezvous_that_does_not_answer_is_said(monkeypatch):
     monkeypatch.setattr("megatron_dppo.trainer.watchdog._STORE_S", 0.05)
     reports = []
-    dog = Watchdog(0, 0.05, threading.Event().wait, reports.append, one_pending)
+    never: Any = threading.Event().wait
+    dog = Watchdog(0, 0.05, never, reports.append, one_pending)
     dog.start()
     assert wait_for(reports)[0].endswith("which rank 0 or its launcher hosts, does not answer")

@@ -72,7 +72,7 @@ class Engine(ConstantScores):
     ``sent``: bytes of each message that it received. ``altered``: wrong checksums, by tensor.
     """
 
-    device, ranks, layout = "cpu", 1, (EngineLayout(), "cpu")  # type: ignore[assignment]
+    device, ranks, layout = "cpu", 1, (EngineLayout(), "cpu")
     accepts_shards = places_directly = True
     tensors = TABLE
     _dtype = torch.float32

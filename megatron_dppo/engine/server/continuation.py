@@ -29,7 +29,9 @@ _LOST_ROW = -1
 class Decode(Protocol):
     """Function that decodes tokens to text, with or without ``special`` tokens."""
 
-    def __call__(self, token_ids: Sequence[int] | np.ndarray, *, special: bool = True) -> str: ...
+    def __call__(
+        self, token_ids: Sequence[int] | np.ndarray, /, *, special: bool = True
+    ) -> str: ...
 
 
 @dataclass(eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from megatron_dppo.diagnostics.data import main
 from megatron_dppo.rewards import find_reward
 from tests.extras import NEEDS_REASONING_GYM
+from tests.patience import run_patiently
 
 
 @NEEDS_REASONING_GYM
@@ -32,9 +32,7 @@ def test_without_the_package_a_line_says_what_to_install(tmp_path: Path) -> None
         "from megatron_dppo.diagnostics.data import main; main(sys.argv[1:])"
     )
     words = ["generate", "acre", "--out", str(tmp_path / "x")]
-    result = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
-    )
+    result = run_patiently([sys.executable, "-c", code, *words])
     assert result.returncode == 2
     assert "pip install 'megatron-dppo[reasoning-gym]'" in " ".join(result.stderr.split())
     assert find_reward("reasoning_gym").target == "megatron_dppo.rewards.reasoning_gym:score"

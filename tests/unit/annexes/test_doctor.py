@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -47,6 +46,7 @@ from megatron_dppo.diagnostics.doctor.sampling_evidence import (
     prompt_faults,
     repetition_evidence,
 )
+from tests.patience import run_patiently
 from tests.ranks import ROOT, run_ranks
 from tests.small_config import small_config
 from tests.tiny_models import save_tiny_model
@@ -63,6 +63,11 @@ def with_tensors(source: Path, target: Path, change: Callable[[dict], None]) -> 
     change(tensors)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def lerp_tensors(start: dict, after: dict, share: float, tensors: dict) -> None:
+    for name in tensors:
+        tensors[name] = torch.lerp(start[name], after[name], share)
 
 
 def train_tensors(tensors: dict) -> None:
@@ -181,9 +186,8 @@ def test_a_response_without_a_token_keeps_its_place(run, tmp_path):
     """The empty response keeps its place, so no response of the second mini-batch, with other weights, moves up."""
     t = run.batch[1]
     empty = Trajectory.of_response(t.prompt_ids, [], problem_id=t.problem_id, sample_index=1)
-    empty = with_sides(
-        empty, *[np.empty(0, np.float32)] * 2, t.column("routed_experts")[: empty.length - 1]
-    )
+    nothing = np.empty(0, np.float32)
+    empty = with_sides(empty, nothing, nothing, t.column("routed_experts")[: empty.length - 1])
     half = run.config.training.model_copy(update={"prompts_per_mini_batch": PROMPTS // 2})
     config = run.config.model_copy(update={"training": half})
     late = Policy(run.start)
@@ -259,6 +263,15 @@ def log_probs_with(run: SimpleNamespace, folder: Path, change: Callable[[dict], 
     return Policy(with_tensors(run.after, folder, change)).log_probs
 
 
+def after_old_prompt(policy: Policy, old: Policy, t: Trajectory) -> np.ndarray:
+    prompt = len(t.prompt_ids)
+    ids = torch.from_numpy(t.token_ids.astype(np.int64))[None]
+    cache = old.model(ids[:, : prompt - 1], use_cache=True).past_key_values
+    rows = policy.model(ids[:, prompt - 1 :], past_key_values=cache).logits[0, :-1].double()
+    response = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
+    return (rows / TEMPERATURE).log_softmax(-1).gather(1, response)[:, 0].float().numpy()
+
+
 FAULTS: dict[str, Callable[[SimpleNamespace, Path], LogProbs]] = {
     "version": lambda run, _: Policy(run.start).log_probs,
     "norms": lambda run, folder: log_probs_with(run, folder, swap_norms),
@@ -284,15 +297,6 @@ def truncated_log_probs(policy: Policy, t: Trajectory) -> np.ndarray:
 
 
 @torch.no_grad()
-def after_old_prompt(policy: Policy, old: Policy, t: Trajectory) -> np.ndarray:
-    prompt = len(t.prompt_ids)
-    ids = torch.from_numpy(t.token_ids.astype(np.int64))[None]
-    cache = old.model(ids[:, : prompt - 1], use_cache=True).past_key_values
-    rows = policy.model(ids[:, prompt - 1 :], past_key_values=cache).logits[0, :-1].double()
-    response = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
-    return (rows / TEMPERATURE).log_softmax(-1).gather(1, response)[:, 0].float().numpy()
-
-
 @pytest.mark.parametrize("side", ["engine", "trainer"])
 @pytest.mark.parametrize(
     ("fault", "axis", "name"),
@@ -396,11 +400,7 @@ def test_weights_of_two_steps_before_are_named_beside_those_of_one_and_newer_one
     start, after = (load_file(folder / "model.safetensors") for folder in (run.start, run.after))
     folders = {
         version: with_tensors(
-            run.start,
-            tmp_path / f"{version}",
-            lambda tensors, share=version / 4: tensors.update(
-                {n: torch.lerp(start[n], after[n], share) for n in tensors}
-            ),
+            run.start, tmp_path / f"{version}", partial(lerp_tensors, start, after, version / 4)
         )
         for version in (1, 2, 3, 4)
     }
@@ -596,10 +596,11 @@ def test_the_command_writes_figures_and_page(run, tmp_path, capsys):
     save_batch(folder / "rollouts", 2, batch)
     files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
     command = ["doctor", str(folder), "--weights", f"1={run.after}", *files]
-    result = subprocess.run(
+    result = run_patiently(
         [sys.executable, "-m", "megatron_dppo", *command],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert result.returncode == 0, result.stderr
     finding = "engine: staleness: weights of version 0"
     assert finding in result.stdout

@@ -29,7 +29,7 @@ PROMPTS, TOKENS = 6, 16
 def blocks_of(folder: Path) -> Blocks:
     """Return values and scales of the quantised matrices by name."""
     weights = load_file(folder / "model.safetensors")
-    return {name: tuple(quantize(w)) for name, w in weights.items() if is_quantized(name)}
+    return {name: quantize(w) for name, w in weights.items() if is_quantized(name)}
 
 
 def dequantize(values: Tensor, scales: Tensor) -> Tensor:

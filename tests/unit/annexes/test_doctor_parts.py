@@ -17,6 +17,7 @@ from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor.ladder import rungs
+from tests.patience import run_patiently
 from tests.ranks import ROOT
 from tests.small_config import small_config
 from tests.tiny_models import save_tiny_model
@@ -81,11 +82,11 @@ def rollouts(model: Path) -> list[Trajectory]:
 
 
 def run_parts(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run_patiently(
         [sys.executable, "-m", "megatron_dppo", "doctor", str(run), "--parts", *arguments],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def test_every_rung_equals_transformers(run, tmp_path):

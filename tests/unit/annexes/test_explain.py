@@ -3,11 +3,11 @@
 import csv
 import io
 import math
-import subprocess
 import sys
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from megatron_dppo.diagnostics.explain.replay import (
     trained_steps,
 )
 from tests.messages import mentioning
+from tests.patience import run_patiently
 from tests.small_config import small_config
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal
@@ -267,7 +268,7 @@ def test_the_page_escapes_everything_and_loads_nothing(model, log_pi):
     algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.0})
     response = explain_response(
         0, 1, sampled, algorithm, Policy(model).logits(sampled), None,
-        temperature=TEMPERATURE, texts=Hostile(),
+        temperature=TEMPERATURE, texts=cast(Any, Hostile()),
     )  # fmt: skip
     tables = [
         *page.summary_tables("dppo-binary-tv", [response]),
@@ -297,7 +298,7 @@ def test_tokens_without_advantage_count_for_neither_sign(model, log_pi):
     algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.0})
     response = explain_response(
         0, 1, sampled, algorithm, Policy(model).logits(sampled), None,
-        temperature=TEMPERATURE, texts=Hostile(),
+        temperature=TEMPERATURE, texts=cast(Any, Hostile()),
     )  # fmt: skip
     rows = page.counts_table("dppo-binary-tv", response.tokens).rows
     assert {row[1:3] for row in rows} == {("0", "0")}
@@ -411,17 +412,16 @@ def test_a_run_without_batches_is_refused_before_torch_is_imported(words, tmp_pa
     command, *options = words
     config = TrainConfig.model_validate(minimal(tmp_path))
     (tmp_path / "config.yaml").write_text(resolved_yaml(config))
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, command, str(tmp_path), *options],
-        capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
+    result = run_patiently(
+        [sys.executable, "-c", WITHOUT_TORCH, command, str(tmp_path), *options], 120, check=True
+    )
     assert result.stdout == "2 False\n"
     assert "rollout.save=true" in result.stderr
 
 
 def test_a_table_says_what_its_columns_mean_and_that_it_has_no_row():
     tokens = [
-        BlockedToken(0, i, 5, 1.0, 0.5, 0.25, run_blocks=True, other_blocks=False) for i in "ab"
+        BlockedToken(0, i, 5, 1.0, 0.5, 0.25, run_blocks=True, other_blocks=False) for i in (1, 2)
     ]
     for table in (step_table([ComparedStep(1, 9, tokens)], "ppo", "grpo"), *sign_tables([])):
         console_output = io.StringIO()

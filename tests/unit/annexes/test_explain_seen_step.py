@@ -1,5 +1,7 @@
 """Rules that are evaluated again on the columns that the loss saved of a step."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -85,8 +87,9 @@ def test_another_rule_of_topk_decides_about_a_saved_step_as_it_would_have_in_the
     assert step.decisions(fewer).trains.tolist() == expected_by_fewer.tolist() != wide
     # The other rule's divergence is measured again. It is not the saved divergence of the run's rule.
     index = step.positions[0]
+    texts: Any = Texts()
     by_run, by_other = (
-        explain_seen(step, index, 1, rule, step.decisions(rule), Texts())
+        explain_seen(step, index, 1, rule, step.decisions(rule), texts)
         for rule in (algorithm, other)
     )
     first = step.counts[0]

@@ -52,6 +52,8 @@ from tests.tiny_models import save_tiny_model
 
 PLANTED = "tests.unit.annexes.planted_parts"
 
+Row = dict[str, float | None]
+
 
 def run_planted(name, folder, limit_s=60.0):
     rows = []
@@ -392,8 +394,8 @@ def test_errors_of_a_pass_are_relative_to_the_norms():
 
 
 def test_updates_are_counted_over_the_run_and_all_must_be_verified():
-    first = {"step": 0, names.WEIGHT_UPDATES: 1, names.WEIGHT_UPDATES_VERIFIED: 1}
-    last = {**first, "step": 1, "weights/bytes_moved": 3e6, "weights/bytes_bound": 2e6}
+    first: Row = {"step": 0, names.WEIGHT_UPDATES: 1, names.WEIGHT_UPDATES_VERIFIED: 1}
+    last: Row = {**first, "step": 1, "weights/bytes_moved": 3e6, "weights/bytes_bound": 2e6}
     row = updates_row("disk", [first, last])
     assert mentions(row.measured, "2 of 2", "3.00 MB", "2.00")
     assert row.holds is True
@@ -409,16 +411,16 @@ def test_a_gap_has_the_normal_range_of_its_dtype(gap, holds):
 
 
 def test_routing_must_be_recorded_for_every_token_and_mostly_agree():
-    record = {names.ROUTING_UNRECORDED: 0.0, names.ROUTING_AGREEMENT_FIRST: 0.75}
+    record: Row = {names.ROUTING_UNRECORDED: 0.0, names.ROUTING_AGREEMENT_FIRST: 0.75}
     assert [row.holds for row in routing_rows(record)] == [True, True]
-    worse = {names.ROUTING_UNRECORDED: 0.01, names.ROUTING_AGREEMENT_FIRST: 0.74}
+    worse: Row = {names.ROUTING_UNRECORDED: 0.01, names.ROUTING_AGREEMENT_FIRST: 0.74}
     assert [row.holds for row in routing_rows(worse)] == [False, False]
     assert [row.measured for row in routing_rows({})] == ["not recorded", "not recorded"]
 
 
 @pytest.mark.parametrize(("norms", "holds"), [((0.2, 0.1), True), ((0.2, 0.0), False), ((), False)])
 def test_a_run_without_a_gradient_in_a_step_is_told(norms, holds):
-    records = [{"step": 0}]
+    records: list[Row] = [{"step": 0}]
     records += [{"step": step, names.GRAD_NORM: norm} for step, norm in enumerate(norms, 1)]
     assert gradient_row("gradient norm", records).holds is holds
 

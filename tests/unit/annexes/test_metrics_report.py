@@ -1,6 +1,7 @@
 """The picture and the summary of a run, also of one step or without evaluation, and the comparison of several runs."""
 
 import json
+from typing import Any, cast
 
 import matplotlib
 import pytest
@@ -42,6 +43,7 @@ from megatron_dppo.metrics.summary import (
     write_summary,
 )
 from megatron_dppo.metrics.table import BY_METRIC, METRICS
+from tests.drawn_lines import heights, places
 from tests.messages import mentioning, mentions
 from tests.unit.config_files import minimal
 
@@ -128,9 +130,9 @@ def test_an_update_is_drawn_beside_its_bounds():
     ]  # fmt: skip
     seconds, size, silent = (Figure().subplots() for _ in range(3))
     draw_update_seconds(seconds, [RunRecords("run", records)])
-    assert [line.get_ydata().tolist() for line in seconds.lines] == [[3, 3], [2.5, 2.5], [1.25] * 2]
+    assert [heights(line).tolist() for line in seconds.lines] == [[3, 3], [2.5, 2.5], [1.25] * 2]
     draw_update_bytes(size, [RunRecords("run", records)])
-    lines = [line.get_ydata().tolist() for line in size.lines]
+    lines = [heights(line).tolist() for line in size.lines]
     assert lines == [pytest.approx([gb, gb]) for gb in (60, 50, 0)]
     assert (seconds.get_ylabel(), size.get_ylabel()) == ("seconds", "GB")
     unstated = [{k: v for k, v in r.items() if k != names.UPDATE_BOUND} for r in records]
@@ -166,7 +168,7 @@ def test_every_legend_is_inside_the_picture_and_tells_lines_apart(count):
                 continue
             box = legend.get_window_extent(canvas.get_renderer())
             assert 0 <= box.x0 < box.x1 <= figure.bbox.x1, axes.get_title(loc="left")
-            title = axes._left_title.get_window_extent(canvas.get_renderer())
+            title = cast(Any, axes)._left_title.get_window_extent(canvas.get_renderer())
             assert box.y1 <= title.y0 + 1
             looks = [
                 (h.get_color(), h.get_linestyle(), h.get_linewidth(), h.get_marker())
@@ -210,7 +212,7 @@ def test_a_healthy_run_stays_within_the_bounds_drawn_for_it():
     gap, step, gap_bound, step_bound = axes.lines
     for line, bound in ((gap, gap_bound), (step, step_bound)):
         assert line.get_color() == bound.get_color()
-        assert max(line.get_ydata()) < bound.get_ydata()[0] < axes.get_ylim()[1]
+        assert max(heights(line)) < heights(bound)[0] < axes.get_ylim()[1]
 
 
 def test_a_run_that_recorded_one_of_the_gaps_shows_that_one_s_bound():
@@ -221,7 +223,7 @@ def test_a_run_that_recorded_one_of_the_gaps_shows_that_one_s_bound():
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
     assert f"{METRICS[names.GAP].line.legend} (at most {upper:g})" in texts
     _, bound = axes.lines
-    assert bound.get_ydata()[0] == upper
+    assert heights(bound)[0] == upper
 
 
 def test_a_supervised_run_shows_its_loss_and_those_of_held_out_sets():
@@ -233,7 +235,7 @@ def test_a_supervised_run_shows_its_loss_and_those_of_held_out_sets():
     )
     rows = [{"step": 0, sums: 3.0, words: 4.0}, {"step": 1, likelihood: 2.0, sums: 1.0}]
     draw_likelihood(axes, [RunRecords("run", rows)])
-    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    drawn = [(list(places(line)), list(heights(line))) for line in axes.lines]
     assert drawn == [([1], [2.0]), ([0, 1], [3.0, 1.0]), ([0], [4.0])]
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
     assert texts == ["training", "held-out: sums, words"]
@@ -265,7 +267,7 @@ def test_arithmetic_is_a_share_of_the_peak_where_every_run_knows_it(shares, unit
         runs.append(RunRecords("run", records))
     draw_arithmetic(axes, runs)
     assert axes.get_ylabel() == unit
-    assert [line.get_ydata().tolist() for line in axes.lines] == [pytest.approx(d) for d in drawn]
+    assert [heights(line).tolist() for line in axes.lines] == [pytest.approx(d) for d in drawn]
 
 
 def test_a_run_that_recorded_little_is_drawn_too(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def is_halved(inputs, decisions):
 
 
 def halved(**changes):
-    values = {"divisor": table.TRAINED_TOKENS, "share": True, "measure": is_halved}
+    values: dict[str, Any] = {"divisor": table.TRAINED_TOKENS, "share": True, "measure": is_halved}
     return Metric("policy/halved", "share of tokens below half of mu", **values | changes)
 
 
@@ -51,7 +52,7 @@ def plant(monkeypatch):
     def add(row):
         # A row is imported once in a process, so every row has a module of its own.
         name = f"planted_rows_{next(NUMBERS)}"
-        module = type(sys)(name)
+        module: Any = type(sys)(name)
         module.ROW = row
         monkeypatch.setitem(sys.modules, name, module)
         return f"{name}:ROW"
@@ -89,8 +90,8 @@ def test_a_row_may_name_functions_of_the_package(plant):
         (Preset(weight="none"), mentioning("weight", "'none'", "importance_ratio")),
         (Preset(within, {"factor": 2.0}), mentioning("'factor'", "options")),
         (Preset(within, {"factor": 0.5}, options=FACTOR), mentioning("'factor'", "0.5")),
-        (Preset(anchor="pi"), mentioning("anchor", "'pi'", "recomputed")),
-        (Preset(divergence="js"), mentioning("divergence", "'js'", "binary_tv")),
+        (Preset(anchor="pi"), mentioning("anchor", "'pi'", "recomputed")),  # type: ignore[arg-type]
+        (Preset(divergence="js"), mentioning("divergence", "'js'", "binary_tv")),  # type: ignore[arg-type]
         (
             Preset(within, options={"topk": FACTOR["factor"]}),
             mentioning("'topk'", "expected another name"),

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -869,7 +870,7 @@ def test_a_machine_with_gpus_is_judged_by_their_name(tmp_path, name, known):
 
 def test_a_site_file_names_every_kind_of_gpu():
     for name in DEVICES:
-        assert SiteConfig(gpu=name).gpu == name
+        assert SiteConfig.model_validate({"gpu": name}).gpu == name
 
 
 @pytest.mark.parametrize(
@@ -925,7 +926,8 @@ def test_head_flops_by_hand():
     assert flops.training == pytest.approx(product * (-3 / 4 + 3 / 4 * 56 / 60))
     once = head_flops(replace(trainer, chunk_tokens=60_000), run.rollout)
     assert once.training == pytest.approx(-product * 3 / 4)
-    frozen = head_flops(replace(trainer, trained=object(), chunk_tokens=60_000), run.rollout)
+    adapters: Any = object()
+    frozen = head_flops(replace(trainer, trained=adapters, chunk_tokens=60_000), run.rollout)
     assert frozen.training == pytest.approx(-product * 2 / 4)
 
 

@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from megatron_dppo.config.forwarded import MOMENT_DTYPES
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system import toolkit as machine_toolkit
+from tests.patience import run_patiently
 from tests.slurm.recipes import write_config
 from tests.small_config import small_config
 
@@ -180,7 +182,7 @@ def test_the_number_of_nccl_is_its_version(monkeypatch):
 
 
 def test_the_table_has_a_dash_for_what_was_not_collected():
-    evidence = {"host": {"name": "a"}, "memory": {"available": 3 * GIB, "shm_free": GIB // 2}}
+    evidence: Any = {"host": {"name": "a"}, "memory": {"available": 3 * GIB, "shm_free": GIB // 2}}
     lines = table({"a": evidence}, []).splitlines()
     assert lines[1].split() == ["a", "none", "3.0", "GiB", "0.5", "GiB", "-", "-", "-", "ok"]
 
@@ -189,7 +191,7 @@ def test_this_machine_alone_gets_a_table(tmp_path):
     config = write_config(tmp_path)
     (tmp_path / "run").mkdir()
     command = [sys.executable, "-m", "megatron_dppo.cluster.preflight", str(config)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_patiently(command)
     assert result.returncode == 0, result.stdout + result.stderr
     header, line = result.stdout.splitlines()
     assert header.split()[0] == "node"

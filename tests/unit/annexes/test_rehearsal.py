@@ -6,6 +6,7 @@ import json
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_the_rehearsal_of_every_recipe_passes_the_checks(name, tmp_path):
     kept_keys = ("name", "settings", "options", "truncated_responses", "advantage", "reference_kl")
     for key in kept_keys:
         assert getattr(derived.algorithm, key) == getattr(config.algorithm, key)
-    stages = small_stages(config.parallel)
+    stages: dict[str, Any] = small_stages(config.parallel)
     assert derived.parallel.sizes == dataclasses.replace(config.parallel.sizes, **stages)
     assert derived.rollout.router_replay == config.rollout.router_replay
     assert derived.rollout.max_staleness == config.rollout.max_staleness
@@ -399,7 +400,7 @@ def test_a_dry_run_makes_all_that_the_run_needs(tmp_path):
     assert shape.vocab_size == load_model_shape(model).vocab_size
     names = {path.name for path in Path(derived.model.hf_checkpoint).iterdir()}
     assert {"tokenizer.json", "model.safetensors"} <= names
-    written = [json.loads(line) for line in Path(derived.data.train).read_text().splitlines()]
+    written = [json.loads(line) for line in Path(str(derived.data.train)).read_text().splitlines()]
     assert all(row in rows for row in written)
     assert len(written) >= derived.rollout.prompts_per_step
     assert derived.data.system_prompt == "Be brief"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from megatron_dppo.launch.placement import Allocation, Host, place
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.srun import SrunLauncher, SrunRanks
 from megatron_dppo.spec import Roles, RunSpec
-from tests.patience import happens
+from tests.patience import happens, run_patiently
 from tests.unit.test_engine_server import run_config
 
 HOSTS = tuple(Host(f"n{i}", f"10.0.0.{i}", 8) for i in (1, 2))
@@ -108,12 +107,10 @@ def test_a_prologue_runs_before_the_command_and_hands_it_its_standard_input(tmp_
     lines = "export A='x y'\ncat\nB=1"
     prefix = SiteConfig(prologue=lines).form("/here", server=False).prefix
     words = [*prefix, "sh", "-c", "echo $A $1 $(cat)", "0", "a b"]
-    result = subprocess.run(words, input="keys", capture_output=True, text=True, check=False)
+    result = run_patiently(words, text_input="keys")
     assert (result.returncode, result.stdout) == (0, "x y a b keys\n")
     failing = SiteConfig(prologue="module load nothing-of-that-name\ntrue").form("/", server=True)
-    result = subprocess.run(
-        [*failing.prefix, "touch", tmp_path / "ran"], capture_output=True, text=True, check=False
-    )
+    result = run_patiently([*failing.prefix, "touch", tmp_path / "ran"])
     assert result.returncode
     assert "prologue: failed: module load nothing-of-that-name" in result.stderr
     assert not (tmp_path / "ran").exists()

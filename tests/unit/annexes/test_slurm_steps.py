@@ -104,7 +104,7 @@ def test_the_command_line_of_a_step():
         assert flag in words
 
 
-def has_exited(step: SrunProcess) -> bool:
+def has_exited(step: StartedProcess) -> bool:
     return step.poll() is not None
 
 

@@ -29,6 +29,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.placement import Allocation, Host, place
 from megatron_dppo.launch.slurm_client import SlurmError
 from tests.messages import mentioning
+from tests.patience import run_patiently
 from tests.unit.config_files import minimal, write_config
 from tests.unit.repository.test_recipes import RECIPES
 
@@ -566,7 +567,7 @@ def test_a_submission_takes_less_than_two_seconds_of_a_core(tmp_path, sbatch):
     path = write_config(tmp_path, minimal(tmp_path))
     before = os.times()
     command = [sys.executable, "-m", "megatron_dppo.cluster.slurm", "submit", str(path)]
-    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    result = run_patiently(command)
     after = os.times()
     assert result.returncode == 0, result.stderr
     spent = after.children_user + after.children_system

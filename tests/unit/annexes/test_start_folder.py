@@ -15,6 +15,7 @@ from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.run_state import state_text
 from megatron_dppo.metrics import table
 from megatron_dppo.metrics.records import RECORDS_FILE, SUMMARY_FILE
+from tests.metric_tables import restored_metrics
 from tests.unit.config_files import minimal
 
 MODULE = """
@@ -54,11 +55,8 @@ def run(
         (directory.path / RECORDS_FILE).write_text(lines)
         (directory.path / SUMMARY_FILE).write_text(json.dumps({"steps": 2}))
     monkeypatch.chdir(elsewhere)
-    saved_tables = [(rows, dict(rows)) for rows in (table.METRICS, table.BY_METRIC)]
-    yield Path("../start/run")
-    for rows, saved_rows in saved_tables:
-        rows.clear()
-        rows.update(saved_rows)
+    with restored_metrics():
+        yield Path("../start/run")
 
 
 def test_report(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

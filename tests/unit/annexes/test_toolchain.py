@@ -20,6 +20,7 @@ from megatron_dppo.cluster.preflight.toolkit import (
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.system import gpus, toolkit
 from tests.messages import mentions
+from tests.patience import run_patiently
 from tests.ranks import ROOT
 from tests.unit.annexes.test_preflight_judges import NEEDS
 
@@ -215,12 +216,9 @@ def test_transformer_engines_library_finds_all_parts_of_cudnn(tmp_path):
     """
 
     def load(choice):
-        return subprocess.run(
+        return run_patiently(
             [sys.executable, "-c", program, str(library), choice],
             env=os.environ | {"CUDNN_HOME": str(home), "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
         )
 
     assert "libcudnn_graph.so.9: cannot open shared object" in load("leave").stderr

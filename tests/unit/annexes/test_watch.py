@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -44,9 +45,11 @@ HOSTILE = "</script><img src=x onerror=document.title='taken'><b>5</b> " + "wide
 
 
 def sample(step: int, reward: float, response: str = "5", **changes) -> dict:
-    values = {"step": step, "set": "training", "problem": 3, "sample": 1, "prompt": "2+3=", "response": response,
-              "answer": "5", "reward": reward, "reason": "'5' is right", "truncated": False, "tokens": 7,
-              "advantage": 0.5, "masked": 0}  # fmt: skip
+    values: dict[str, Any] = {
+        "step": step, "set": "training", "problem": 3, "sample": 1, "prompt": "2+3=", "response": response,
+        "answer": "5", "reward": reward, "reason": "'5' is right", "truncated": False, "tokens": 7,
+        "advantage": 0.5, "masked": 0,
+    }  # fmt: skip
     return Sample(**(values | changes)).to_json()
 
 
@@ -279,7 +282,7 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes(count):
     assert (steps[0], steps[-1]) == (0, count - 1)
     assert steps == sorted(set(steps))
     assert {max(values), min(values)} <= set(kept)
-    assert all(values[step] == value for step, value in zip(steps, kept, strict=True))
+    assert all(values[int(step)] == value for step, value in zip(steps, kept, strict=True))
 
 
 def test_a_port_that_is_taken_is_named(tmp_path, capsys):

@@ -1,7 +1,6 @@
 """Model families are entry points: those of this package, and those of other packages."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +9,7 @@ from megatron_dppo.model.errors import ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.families import FAMILIES, Family, load_model_shape
 from megatron_dppo.system import plugins
 from megatron_dppo.system.imports import import_target
+from tests.patience import run_patiently
 from tests.ranks import ROOT
 from tests.unit.test_plugins import plant
 
@@ -31,9 +31,7 @@ print(load_model_shape({str(QWEN3)!r}).family)
 print(*sorted(name for name in sys.modules if name.startswith("megatron_dppo.families.") and "shared" not in name))
 print(*sorted({{"torch", "megatron", "sglang", "transformers"}} & sys.modules.keys()))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = run_patiently([sys.executable, "-c", code], cwd=ROOT, check=True)
     assert done.stdout.split("\n") == ["qwen3", "megatron_dppo.families.qwen3", "", ""]
 
 

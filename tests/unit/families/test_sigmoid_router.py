@@ -21,7 +21,7 @@ from megatron_dppo.model.families import (
 )
 from megatron_dppo.model.mapping import EngineParameter, engine_parameters, hf_tensors
 from megatron_dppo.model.shape import active_parameters, forward_flops
-from tests.unit.published_configs import CONFIGS, published, written
+from tests.unit.published_configs import CONFIGS, published, refused_keys, written
 
 EXAMPLES = {
     "glm4_moe": "glm-4.5-air",
@@ -112,9 +112,7 @@ def test_hy3_is_read_as_transformers_reads_it() -> None:
 def test_a_minimax_or_hy3_that_would_be_trained_otherwise_is_refused(
     tmp_path: Path, name: str, changes: dict[str, Any], key: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError) as caught:
-        load_model_shape(written(tmp_path, published(name) | changes))
-    assert {line.split(": ", 1)[1].split()[0] for line in caught.value.faults} == {key}
+    assert set(refused_keys(tmp_path, published(name) | changes)) == {key}
 
 
 @pytest.mark.parametrize("name", [*EXAMPLES.values(), MINIMAX, HY])
@@ -145,9 +143,7 @@ def test_a_config_that_transformers_saves_is_read_alike(tmp_path: Path, name: st
 def test_what_would_be_trained_otherwise_is_refused(
     tmp_path: Path, family: str, name: str, changes: dict[str, Any], key: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError) as caught:
-        load_model_shape(written(tmp_path, published(name) | changes))
-    assert key in {line.split(": ", 1)[1].split()[0] for line in caught.value.faults}
+    assert key in refused_keys(tmp_path, published(name) | changes)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +170,7 @@ def test_what_would_be_trained_otherwise_is_refused(
 def test_latent_attention_of_another_kind_is_refused(
     tmp_path: Path, changes: dict[str, Any], key: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError) as caught:
-        load_model_shape(written(tmp_path, published("deepseek-v3") | changes))
-    assert key in {
-        line.split(": ", 1)[1].replace(":", "").split()[0] for line in caught.value.faults
-    }
+    assert key in refused_keys(tmp_path, published("deepseek-v3") | changes)
 
 
 def test_a_choice_of_all_groups_is_no_choice(tmp_path: Path) -> None:
@@ -240,7 +232,7 @@ def test_the_cache_of_latent_attention_holds_latents() -> None:
     """In a layer of Moonlight, a token's latents have 7.1 times fewer elements than its heads' keys and values."""
     shape = load_model_shape(CONFIGS / MOONLIGHT)
     assert [shape.cached_elements(tensor) for tensor in (1, 8)] == [576, 576]
-    heads = 2 * shape.num_query_groups * shape.latent.plain_size  # type: ignore[union-attr]
+    heads = 2 * shape.num_query_groups * shape.latent.plain_size
     assert heads / shape.cached_elements() == pytest.approx(7.1, abs=0.02)
     air = load_model_shape(CONFIGS / "glm-4.5-air")
     assert [air.cached_elements(tensor) for tensor in (1, 8, 16)] == [2048, 256, 256]

@@ -14,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.patience import run_patiently
+
 ENVIRONMENT = Path(__file__).resolve().parents[3] / "tools" / "environment"
 SCRIPT = ENVIRONMENT / "find_python.sh"
 
@@ -33,12 +35,9 @@ def find(tmp_path):
             path = folder / name
             path.write_text(f"#!/bin/sh\n{code}\n")
             path.chmod(0o755)
-        answer = subprocess.run(
+        answer = run_patiently(
             ["/bin/bash", str(SCRIPT), *words],
             env={"PATH": str(folder), "TMPDIR": str(tmp_path), **environment},
-            capture_output=True,
-            text=True,
-            check=False,
         )
         return answer.returncode, answer.stdout.strip(), answer.stderr
 
@@ -112,7 +111,7 @@ def test_the_script_may_be_run():
 def pins(name: str) -> dict[str, str]:
     """Return the version of each package in a file whose lines are ``name==version``."""
     lines = [li for li in (ENVIRONMENT / name).read_text().splitlines() if not li.startswith("#")]
-    found = {}
+    found: dict[str, str] = {}
     for requirement in map(Requirement, lines):
         assert not requirement.extras, requirement
         (exact,) = requirement.specifier
@@ -179,11 +178,14 @@ def run_build_script(script, tmp_path, cuda, build, nvcc="echo release 13.0, V13
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
         (tmp_path / path).chmod(0o755)
-    run = subprocess.run(
+    run = run_patiently(
         ["bash", str(ENVIRONMENT / script), *words],
-        env={"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "TMPDIR": str(tmp_path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHON": str(tmp_path / "python"),
+            "TMPDIR": str(tmp_path),
+        },
+    )
     return run, names
 
 
@@ -253,10 +255,9 @@ def test_another_installer_gets_the_builds_variables(tmp_path):
     run, names = run_build_script(script, tmp_path, "13.0", "true", words=["--variables"])
     assert run.returncode == 0, run
     assert not names["asked"].exists()
-    printed = subprocess.run(
-        ["bash", "-c", f"{run.stdout}\nenv"],
-        env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    printed = run_patiently(
+        ["bash", "-c", f"{run.stdout}\nenv"], env={"PATH": os.environ["PATH"]}, check=True
+    )
     variables = dict(line.split("=", 1) for line in printed.stdout.splitlines() if "=" in line)
     includes = [tmp_path / "nvidia" / name / "include" for name in ("cudnn", "nccl", "cu13")]
     assert variables["CPATH"] == ":".join(map(str, includes))
@@ -326,7 +327,7 @@ def where_the_project_is(folder):
         "-c",
         "import megatron_dppo as m; print(m.__file__)",
     ]
-    answer = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True).stdout
+    answer = run_patiently(command, cwd="/", check=True).stdout
     return Path(answer.strip()).parents[1]
 
 
@@ -493,9 +494,7 @@ def test_an_environment_for_cpus_leaves_gpus_alone(tmp_path, target, kind, hidde
     shutil.copy(ENVIRONMENT.parents[1] / "Makefile", tmp_path)
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".installed").write_text(f"kind={kind}\nplace=/elsewhere\n")
-    lines = subprocess.run(
-        ["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    lines = run_patiently(["make", "-n", target], cwd=tmp_path, check=True).stdout.splitlines()
     commands = [
         line for line in lines if re.search(r"python -m (megatron_dppo|examples|pytest)", line)
     ]

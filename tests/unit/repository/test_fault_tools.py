@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.patience import run_patiently
 from tools.faults import chaos, failpoints, soak
 from tools.faults.failpoints import Case, Chain, Result, Runner, cases_of
 
@@ -128,7 +128,7 @@ def test_growth_is_that_of_high_values_after_the_warm_up_of_each_process():
 
 def test_flips_in_each_kind_of_file_are_caught_or_harmless(tmp_path):
     command = [sys.executable, "-m", "tools.faults.flips", "--folder", tmp_path, "--flips", "18"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_patiently(command)
     assert done.returncode == 0, done.stdout + done.stderr
     *_, total = done.stdout.splitlines()
     assert total.startswith("| all | 18 |")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import happens
+from tests.patience import happens, run_patiently
 
 ROOT = Path(__file__).resolve().parents[3]
 INSIDE = ("bash", "sh", "env", "umount", "cat", "ls", "sleep", "true")
@@ -29,7 +29,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "usr").mkdir()
     (root / "usr" / "bin").symlink_to("../bin")
     programs = [Path(str(shutil.which(name))) for name in INSIDE]
-    listed = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout
+    listed = run_patiently(["ldd", *programs], check=True).stdout
     for library in map(Path, set(re.findall(r"(/\S+) \(0x", listed))):
         (root / library.parent.relative_to("/")).mkdir(parents=True, exist_ok=True)
         shutil.copy(library, root / library.relative_to("/"))
@@ -205,9 +205,7 @@ def run_ci(folder: Path, **variables: str) -> tuple[str, list[str]]:
     outer_variables = ("MEGATRON_DPPO_FRESH", "CI_BEGAN")
     environment = {k: v for k, v in os.environ.items() if k not in outer_variables}
     environment |= {"PATH": f"{folder}/bin:{os.environ['PATH']}"} | variables
-    done = subprocess.run(
-        [folder / ".ci" / "run"], env=environment, capture_output=True, text=True, check=True
-    )
+    done = run_patiently([folder / ".ci" / "run"], env=environment, check=True)
     return done.stdout, (folder / "calls").read_text().splitlines()
 
 

@@ -2,10 +2,10 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 from tests.messages import mentions
+from tests.patience import run_patiently
 from tests.ranks import ROOT
 
 PAGE = ROOT / "docs" / "evidence" / "gpu_first_day.md"
@@ -16,13 +16,7 @@ def rewrite(tmp_path, *words):
     shutil.copy(PAGE, page)
     kept = tmp_path / "kept.json"
     options = ["--page", str(page), "--kept", str(kept)]
-    done = subprocess.run(
-        [sys.executable, "tools/gpu_day_page.py", *words, *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_patiently([sys.executable, "tools/gpu_day_page.py", *words, *options], cwd=ROOT)
     return done, page.read_text()
 
 

@@ -1,10 +1,10 @@
 """The names of SGLang and Megatron-Core that the package relies on, against the installed versions."""
 
-import subprocess
 import sys
 
 import pytest
 
+from tests.patience import run_patiently
 from tests.ranks import ROOT
 from tools.library_names import UncheckedError, fault_of, names_in, names_of_package
 
@@ -56,6 +56,6 @@ def test_a_module_that_needs_a_missing_package_is_not_judged(tmp_path, monkeypat
 
 def test_the_installed_versions_have_every_name():
     command = [sys.executable, "tools/library_names.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_patiently(command, cwd=ROOT)
     assert done.returncode == 0, done.stdout
     assert " 0 are not" in done.stdout

@@ -14,6 +14,7 @@ from examples.recipes.paper import experiments, figures, runs_of
 from examples.recipes.paper_figures import Curve, draw
 from examples.recipes.paper_toys import TOKENS_FILE, TOYS, ToyRun
 from megatron_dppo.config.loading import load_config
+from tests.drawn_lines import heights, places
 from tests.ranks import ROOT
 
 NAMES = [*(f"Figure {n}" for n in range(1, 21)), "Table 1", "Table 2", "Appendix D"]
@@ -80,7 +81,7 @@ def test_a_panel_has_the_smoothed_metric_of_each_run(tmp_path):
     content = {"metrics": ["reward/mean"], "sigma": 2}
     axes = pyplot.figure().subplots()
     paper_figures._draw_panel(axes, content, [curve], 100)
-    raw, smoothed = (line.get_ydata() for line in axes.get_lines())
+    raw, smoothed = map(heights, axes.get_lines())
     assert raw.sum() == raw[20] == 1
     weights = np.exp(-(np.arange(-8, 9) ** 2) / (2 * 2**2))
     assert smoothed[12:29] == pytest.approx(weights / weights.sum(), abs=1e-9)
@@ -97,8 +98,8 @@ def test_the_bins_have_the_median_of_their_tokens(tmp_path):
     content = {"columns": ["mu", "ratio"]}
     paper_figures._draw_panel(axes, content, [Curve("a", folder)], 1)
     (line,) = axes.get_lines()
-    assert list(line.get_xdata()) == [pytest.approx(0.025), pytest.approx(0.975)]
-    assert list(line.get_ydata()) == [3.0, 1.0]
+    assert list(places(line)) == [pytest.approx(0.025), pytest.approx(0.975)]
+    assert list(heights(line)) == [3.0, 1.0]
 
 
 def test_a_figure_is_drawn_from_folders_of_runs(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from examples.recipes.verdicts import GPUS_PER_NODE, NODES
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.launch.placement import Allocation, Host, place
 from megatron_dppo.spec import Roles
+from tests.patience import run_patiently
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = ROOT / "examples" / "recipes"
@@ -55,7 +55,7 @@ def test_a_recipe_fills_its_nodes(recipe):
 
 
 def test_the_script_for_any_recipe_expects_one():
-    command = ["bash", ROOT / "slurm" / "train.sbatch"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["bash", str(ROOT / "slurm" / "train.sbatch")]
+    done = run_patiently(command)
     assert done.returncode != 0
     assert "expected a recipe" in done.stderr

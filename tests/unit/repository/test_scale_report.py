@@ -1,7 +1,6 @@
 """The report at the recipes' sizes: its published page is current, and its figures equal those computed by hand."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from benchmark_rows import Quantity, read_rows, write_rows  # noqa: E402
 
 from tests.messages import mentioning  # noqa: E402
+from tests.patience import run_patiently  # noqa: E402
 from tools.scale.page import page  # noqa: E402
 from tools.scale.published import published_runs  # noqa: E402
 from tools.scale.sizes import FULLEST, sizes  # noqa: E402
@@ -33,13 +33,7 @@ def cells(report: str, quantity: str) -> dict[str, str]:
 
 
 def test_the_published_page_is_the_reports():
-    printed = subprocess.run(
-        [sys.executable, "tools/scale_report.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    printed = run_patiently([sys.executable, "tools/scale_report.py"], cwd=ROOT, check=True)
     fresh = printed.stdout == (ROOT / "docs" / "evidence" / "scale.md").read_text()
     assert fresh, "run: python tools/scale_report.py --write"
 

@@ -1,12 +1,12 @@
 """The tiers of the tests, in a small project that has this project's settings of pytest."""
 
 import shutil
-import subprocess
 import sys
 
 import pytest
 
 from tests.conftest import DAYS
+from tests.patience import run_patiently
 from tests.ranks import ROOT
 
 FILES = {
@@ -30,12 +30,8 @@ def project(tmp_path_factory):
 
 
 def collected(project, *words):
-    completed = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests", "--collect-only", *words],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        check=False,
+    completed = run_patiently(
+        [sys.executable, "-m", "pytest", "tests", "--collect-only", *words], cwd=project
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return {line.rpartition("::")[2] for line in completed.stdout.splitlines() if "::" in line}
