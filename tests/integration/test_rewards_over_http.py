@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,9 @@ class RewardServer(EngineProcess):
         pass
 
 
-def start_server(folder: Path, like: Path, **sglang: Any) -> RewardServer:
-    """Start a server of ``folder``, with the options for a policy of the shape of ``like``."""
+@contextmanager
+def served(folder: Path, like: Path, **sglang: Any) -> Iterator[RewardServer]:
+    """Yield a healthy server of ``folder``, with the options for a policy of the shape of ``like``."""
     config = small_config(
         folder.parent,
         like,
@@ -66,7 +68,11 @@ def start_server(folder: Path, like: Path, **sglang: Any) -> RewardServer:
         admin_api_key=KEY + "-admin",
     )
     server.serve(folder)
-    return server
+    try:
+        wait_healthy(server)
+        yield server
+    finally:
+        server.kill()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,12 +113,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def classifier(reward_model: Path, policy: Path) -> Iterator[RewardServer]:
-    server = start_server(reward_model, policy, is_embedding=True)
-    try:
-        wait_healthy(server)
+    with served(reward_model, policy, is_embedding=True) as server:
         yield server
-    finally:
-        server.kill()
 
 
 def conversation(response: str) -> RewardInput:
@@ -225,12 +227,8 @@ def test_a_server_that_is_away_is_no_reward_of_0(reward_model, monkeypatch):
 
 @pytest.fixture(scope="module")
 def judge_server(policy: Path) -> Iterator[RewardServer]:
-    server = start_server(policy, policy)
-    try:
-        wait_healthy(server)
+    with served(policy, policy) as server:
         yield server
-    finally:
-        server.kill()
 
 
 def judge(url: str, **options: Any) -> Verifier:

@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 
 from megatron_dppo.config import ConfigError, check_config, load_config
+from megatron_dppo.config.loading import merged
+from megatron_dppo.config.schema import TrainConfig
 
 MOE = {
     "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128,
@@ -44,6 +46,11 @@ def minimal(folder: Path, model: dict[str, Any] = MOE) -> dict[str, dict[str, An
         "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
         "optimizer": {"lr": 1e-5},
     }
+
+
+def minimal_config(folder: Path, **sections: Any) -> TrainConfig:
+    """Return the minimal configuration with the keys of ``sections``."""
+    return TrainConfig.model_validate(merged(minimal(folder), sections))
 
 
 def faults_of(folder: Path, *overrides: str, model: dict[str, Any] = MOE) -> list[str]:

@@ -23,16 +23,6 @@ from megatron_dppo.model.families import load_model_shape
 from tests.tiny_models import save_tiny_model, tensors_of
 
 
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", layers=4)
-
-
-@pytest.fixture
-def moe_copy(moe, tmp_path) -> Path:
-    return Path(shutil.copytree(moe, tmp_path / "hf"))
-
-
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 10)
 

@@ -23,12 +23,7 @@ from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 from megatron_dppo.convert import main
 from megatron_dppo.model.errors import CheckpointError, ModelConfigError
 from megatron_dppo.model.families import load_model_shape
-from tests.tiny_models import save_hollow_model, save_tiny_model
-
-
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", layers=4)
+from tests.tiny_models import save_hollow_model
 
 
 @pytest.fixture

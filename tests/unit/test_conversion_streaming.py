@@ -30,16 +30,6 @@ pytestmark = pytest.mark.second
 SIDE_FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 
 
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", layers=4)
-
-
-@pytest.fixture
-def moe_copy(moe, tmp_path) -> Path:
-    return Path(shutil.copytree(moe, tmp_path / "hf"))
-
-
 def same_bytes(a: Path, b: Path) -> bool:
     tensors, others = tensors_of(a), tensors_of(b)
     if tensors.keys() != others.keys():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.evaluate import SetResult, main
 from megatron_dppo.logging import REFUSED
-from tests.unit.config_files import minimal, write_config
+from tests.unit.config_files import minimal, minimal_config, write_config
 
 
 def test_the_average_is_over_all_responses():
@@ -45,12 +44,10 @@ def test_cons_at_k_is_the_reward_of_the_most_frequent_answer():
 
 
 def test_an_evaluation_may_be_greedy(tmp_path):
-    tree = minimal(tmp_path)
-    tree["evaluation"] = {"temperature": 0.0}
-    assert TrainConfig.model_validate(tree).evaluation.temperature == 0
-    tree["evaluation"] = {"temperature": -0.1}
+    config = minimal_config(tmp_path, evaluation={"temperature": 0.0})
+    assert config.evaluation.temperature == 0
     with pytest.raises(ValueError, match="temperature"):
-        TrainConfig.model_validate(tree)
+        minimal_config(tmp_path, evaluation={"temperature": -0.1})
 
 
 def test_three_responses_have_figures_of_one_and_two_tries():

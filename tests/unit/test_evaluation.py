@@ -32,7 +32,7 @@ from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.rewards import RewardUnavailableError
 from megatron_dppo.rewards.verifier import Score, VerifierError
 from tests.generations import RecordedStarts
-from tests.unit.config_files import minimal
+from tests.unit.config_files import minimal_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -97,9 +97,7 @@ class CountingScorer(Scorer):
 
 
 def settings(folder: Path, **evaluation: Any) -> TrainConfig:
-    tree = minimal(folder)
-    tree["evaluation"] = {"samples_per_prompt": 4, **evaluation}
-    return TrainConfig.model_validate(tree)
+    return minimal_config(folder, evaluation={"samples_per_prompt": 4, **evaluation})
 
 
 def sample_maker(problems: list[Problem]) -> SampleMaker:
@@ -132,10 +130,9 @@ def evaluator_of(
 
 
 def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_path: Path) -> None:
-    tree = minimal(tmp_path)
-    tree["evaluation"] = {"samples_per_prompt": 2}
-    tree["engine"] = {"deterministic": True}
-    config, scorer = TrainConfig.model_validate(tree), CountingScorer()
+    evaluation, engine_section = {"samples_per_prompt": 2}, {"deterministic": True}
+    config = minimal_config(tmp_path, evaluation=evaluation, engine=engine_section)
+    scorer = CountingScorer()
     engine = Engine(scorer.scored)
     sets = {name: [Problem(i, "p", "0", (7,)) for i in range(3)] for name in ("one", "two")}
     evaluator = evaluator_of(engine, config, scorer, sets)
@@ -398,10 +395,8 @@ class Run:
     """Steps of a run as ``loop.run`` takes them, with ``steps`` = 5 and ``evaluation.every`` = 2."""
 
     def __init__(self, folder: Path, *, background: bool) -> None:
-        tree = minimal(folder)
-        tree["run"] = {"directory": str(folder / "run"), "steps": 5}
-        tree["evaluation"] = {"samples_per_prompt": 4, "every": 2}
-        config = TrainConfig.model_validate(tree)
+        evaluation = {"samples_per_prompt": 4, "every": 2}
+        config = minimal_config(folder, run={"steps": 5}, evaluation=evaluation)
         self.engine = LoggingEngine()
         self.folder, self.timer = folder / "run", PhaseTimer()
         info = RunInfo.of_config(config.model_dump())

@@ -29,16 +29,13 @@ from megatron_dppo.trainer.checkpoint.directory import (
     UnusableCheckpoint,
 )
 from tests.messages import mentioning, mentions
-from tests.unit.config_files import minimal
+from tests.unit.config_files import minimal_config
 
 REASON = "run/checkpoints/step_000040/manifest.json: damaged"
 
 
 def config(tmp_path: Path, resume: str = "auto", **checkpoint: Any) -> TrainConfig:
-    tree = minimal(tmp_path)
-    tree["run"] |= {"directory": str(tmp_path / "run"), "resume": resume}
-    tree["checkpoint"] = {"every": 5, **checkpoint}
-    return TrainConfig.model_validate(tree)
+    return minimal_config(tmp_path, run={"resume": resume}, checkpoint={"every": 5, **checkpoint})
 
 
 def write_run(directory: Path, steps: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from megatron_dppo.config import ConfigError
-from megatron_dppo.config.loading import load_config
+from megatron_dppo.config.loading import merged
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.environments import ChatCall
@@ -23,7 +23,7 @@ from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.system.network import host_fault, url_fault
 from tests.extras import NEEDS_REASONING_GYM
 from tests.tiny_models import tiny_tokenizer
-from tests.unit.config_files import minimal, write_config
+from tests.unit.config_files import minimal_config
 
 PLANTED = "tests.unit.planted_environments"
 AGENTS = "tests.unit.planted_agents"
@@ -31,10 +31,8 @@ BROKEN = "tests.unit.planted_broken"
 
 
 def config_with(folder: Path, **sections: Any) -> TrainConfig:
-    tree = minimal(folder) | {"environment": {"max_turns": 2, "max_observation_tokens": 64}}
-    for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values}
-    return load_config(write_config(folder, tree))
+    limits = {"environment": {"max_turns": 2, "max_observation_tokens": 64}}
+    return minimal_config(folder, **merged(limits, sections))
 
 
 def faults_of(folder: Path, **sections: Any) -> list[str]:

@@ -23,15 +23,13 @@ from megatron_dppo.system.files import sha256_of
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory, DamagedCheckpointError
 from tests.tiny_models import save_tiny_model
-from tests.unit.config_files import minimal
+from tests.unit.config_files import minimal_config
 from tests.unit.test_batch_file import flipped
 
 
 def config(tmp_path, **run) -> TrainConfig:
-    tree = minimal(tmp_path)
-    tree["run"] = {"directory": str(tmp_path), "steps": 2, **run}
-    tree["data"]["evaluation"] = {"sums": "x.jsonl"}
-    return TrainConfig.model_validate(tree)
+    run = {"directory": str(tmp_path), "steps": 2, **run}
+    return minimal_config(tmp_path, run=run, data={"evaluation": {"sums": "x.jsonl"}})
 
 
 def recorder_of(config: TrainConfig, rank: int, first_step: int, **options) -> Recorder:

@@ -14,7 +14,7 @@ from megatron_dppo.launch.local import RankGroup, local_placement
 from megatron_dppo.launch.placement import Allocation, Host, PlacementError, hosts_needed, place
 from megatron_dppo.spec import Roles
 from megatron_dppo.spec.placement import TeacherRole
-from tests.unit.config_files import minimal
+from tests.unit.config_files import minimal, minimal_config
 
 
 def hosts(count: int, devices: int | None = 8) -> Allocation:
@@ -178,13 +178,6 @@ def test_the_table_names_everybody():
     )
 
 
-def config(tmp_path, **sections) -> TrainConfig:
-    tree = minimal(tmp_path)
-    for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values}
-    return TrainConfig.model_validate(tree)
-
-
 @pytest.mark.parametrize(
     ("sections", "needed"),
     [
@@ -198,7 +191,7 @@ def config(tmp_path, **sections) -> TrainConfig:
     ],
 )
 def test_gpus_of_one_machine(tmp_path, sections, needed):
-    settings = config(tmp_path, **sections)
+    settings = minimal_config(tmp_path, **sections)
 
     def machine(gpus: int) -> Machine:
         return Machine(cores=2, gpus=gpus, memory_bytes=2**33, open_files=1024)
@@ -211,7 +204,7 @@ def test_gpus_of_one_machine(tmp_path, sections, needed):
 
 
 def test_a_machine_without_gpus_takes_everything(tmp_path):
-    settings = config(tmp_path, parallel={"world_size": 15}, engine={"servers": 2})
+    settings = minimal_config(tmp_path, parallel={"world_size": 15}, engine={"servers": 2})
     machine = Machine(cores=2, gpus=0, memory_bytes=2**33, open_files=1024)
     placement = local_placement(settings, Roles.of(settings), machine)
     assert len(placement.ranks) == 15

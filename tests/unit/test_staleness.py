@@ -6,7 +6,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.trajectory import FinishReason, Trajectory
 from megatron_dppo.loop.gap_guard import GapError, GapGuard, is_coarse
@@ -27,7 +26,7 @@ from megatron_dppo.loop.rollout_figures import (
 from megatron_dppo.loop.rollout_sources import GeneratedRollouts, _Draft
 from megatron_dppo.metrics import table as names
 from tests.messages import mentioning, mentions
-from tests.unit.config_files import minimal
+from tests.unit.config_files import minimal_config
 
 
 def answer(
@@ -168,11 +167,7 @@ def test_recorded_routing_in_figures():
 
 def make_guard(tmp_path, dtype="float32", **sections) -> GapGuard:
     """Return the guard of a configuration. ``sections``: settings by the section that they are added to."""
-    tree = minimal(tmp_path)
-    tree["model"]["dtype"] = dtype
-    for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values}
-    config = TrainConfig.model_validate(tree)
+    config = minimal_config(tmp_path, model={"dtype": dtype}, **sections)
     return GapGuard(
         config.precision,
         config.rollout,
@@ -236,7 +231,7 @@ class BegunBatches(GeneratedRollouts):
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_a_batch_begins_once_its_oldest_token_can_keep_the_bound(tmp_path, max_staleness):
     """Batch n trains version n - 1, so tokens of version v fit batches up to v + 1 + max_staleness. The last is 6."""
-    rollout = TrainConfig.model_validate(minimal(tmp_path)).rollout
+    rollout = minimal_config(tmp_path).rollout
     rollout = rollout.model_copy(update={"max_staleness": max_staleness})
     unused = cast(Any, None)
     source = BegunBatches(rollout, *([unused] * 8), steps=6)  # type: ignore[misc]

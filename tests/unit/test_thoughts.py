@@ -22,7 +22,7 @@ from megatron_dppo.rewards.math_verify import math_verify
 from megatron_dppo.rewards.trial import reward_faults
 from tests.chat_templates import PUBLISHED, published_tokenizer, reader_of
 from tests.tiny_models import tiny_tokenizer
-from tests.unit.config_files import minimal
+from tests.unit.config_files import minimal, minimal_config
 
 QUESTION = [{"role": "user", "content": "Think inside <think>. 3+5"}]
 
@@ -202,18 +202,14 @@ def test_the_marks_of_the_configuration_replace_the_default():
 
 @pytest.mark.parametrize("marks", [[["<a>"]], [["<a>", ""]], [["<a>", "</a>", "b"]]])
 def test_marks_that_are_no_pair_are_refused(tmp_path: Path, marks):
-    tree = minimal(tmp_path)
-    tree["data"]["thought_marks"] = marks
     with pytest.raises(ValueError, match="thought_marks"):
-        TrainConfig.model_validate(tree)
+        minimal_config(tmp_path, data={"thought_marks": marks})
 
 
 def test_the_identity_of_a_run_has_marks_and_forms_that_are_not_the_default(tmp_path: Path):
-    tree = minimal(tmp_path)
-    usual = identity_of(TrainConfig.model_validate(tree), "")
-    tree["data"]["thought_marks"] = [["<a>", "</a>"]]
-    tree.setdefault("reward", {})["reads"] = "text"
-    changed = identity_of(TrainConfig.model_validate(tree), "")
+    usual = identity_of(minimal_config(tmp_path), "")
+    data, reward = {"thought_marks": [["<a>", "</a>"]]}, {"reads": "text"}
+    changed = identity_of(minimal_config(tmp_path, data=data, reward=reward), "")
     new_keys = {key for key in changed if changed[key] != usual.get(key)}
     assert new_keys == {"data.thought_marks", "reward (weights, options)"}
 

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.lines import Line2D
 
-from megatron_dppo.config import TrainConfig
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.diagnostics.report import (
     MOST_PHASES,
@@ -45,7 +44,7 @@ from megatron_dppo.metrics.summary import (
 from megatron_dppo.metrics.table import BY_METRIC, METRICS
 from tests.drawn_lines import heights, places
 from tests.messages import mentioning, mentions
-from tests.unit.config_files import minimal
+from tests.unit.config_files import minimal_config
 
 ONE_RANK = {
     "world_size": 1,
@@ -386,10 +385,9 @@ def test_a_comparison_lists_the_keys_in_which_the_runs_differ(tmp_path, capsys):
     for seed, lr in ((1, 1e-4), (2, 1e-4)):
         folder = tmp_path / f"run{seed}"
         folder.mkdir()
-        tree = minimal(tmp_path)
-        tree["run"] |= {"seed": seed, "directory": str(folder)}
-        tree["optimizer"]["lr"] = lr
-        (folder / "config.yaml").write_text(resolved_yaml(TrainConfig.model_validate(tree)))
+        run = {"seed": seed, "directory": str(folder)}
+        config = minimal_config(tmp_path, run=run, optimizer={"lr": lr})
+        (folder / "config.yaml").write_text(resolved_yaml(config))
         (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
         folders.append(str(folder))
     main([*folders, "--output", str(tmp_path / "both.png")])

@@ -8,11 +8,10 @@ import pytest
 
 from megatron_dppo.cluster.slurm.site import SiteConfig
 from megatron_dppo.cluster.slurm.supervise import Job, Start
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.placement import Host
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.stops import StopRequests
-from tests.unit.config_files import minimal
+from tests.unit.config_files import minimal_config
 
 
 @pytest.mark.parametrize(
@@ -26,13 +25,11 @@ def test_a_job_whose_environment_has_expandable_segments_is_refused(
     tmp_path, monkeypatch, caplog, gpus, message
 ):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    tree = minimal(tmp_path) | {
-        "weight_sync": {"strategy": "tensor"}, "parallel": {"world_size": 3},
-    }  # fmt: skip
+    sections = {"weight_sync": {"strategy": "tensor"}, "parallel": {"world_size": 3}}
     job = Job("7", 0, (Host("n1", "10.0.0.1", 2, None),), None, gpus)
     with RunDirectory(tmp_path / "run") as directory:
         start = Start(
-            TrainConfig.model_validate(tree), job, SiteConfig(), directory, StopRequests({})
+            minimal_config(tmp_path, **sections), job, SiteConfig(), directory, StopRequests({})
         )
         decision = start.run()
     assert (decision.why, decision.code, decision.requeue) == ("refused", 2, False)

@@ -25,12 +25,11 @@ from megatron_dppo.cluster.slurm.submit import (
 )
 from megatron_dppo.cluster.slurm.supervise import job_groups, rehearsed_roles
 from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.placement import Allocation, Host, place
 from megatron_dppo.launch.slurm_client import SlurmError
 from tests.messages import mentioning
 from tests.patience import run_patiently
-from tests.unit.config_files import minimal, write_config
+from tests.unit.config_files import minimal, minimal_config, write_config
 from tests.unit.repository.test_recipes import RECIPES
 
 SITE = {"gpus_per_node": 2, "start_s": 60, "checkpoint_margin_s": 60, "time": "10"}
@@ -50,13 +49,6 @@ def sbatch(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path / "given"
 
 
-def config(tmp_path: Path, **sections) -> TrainConfig:
-    tree = minimal(tmp_path)
-    for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values}
-    return TrainConfig.model_validate(tree)
-
-
 def site(**values) -> SiteConfig:
     return SiteConfig.model_validate({**SITE, **values})
 
@@ -69,7 +61,7 @@ def test_flags_that_only_change_what_is_asked_for():
 
 def test_a_directory_with_a_percent_sign_is_no_pattern(tmp_path):
     where = {"directory": f"{tmp_path}/a%jb/c%%"}
-    words = Submission.plan(config(tmp_path, run=where), site(), None).command()
+    words = Submission.plan(minimal_config(tmp_path, run=where), site(), None).command()
     assert f"--output={tmp_path}/a%%jb/c%%%%/logs/slurm-%j.out" in words
 
 
@@ -89,7 +81,7 @@ def test_the_whole_command_line(tmp_path, monkeypatch):
     cluster = site(
         partition="gpu", account="rl", qos="high", reservation="r", sbatch_flags=["-C", "h"]
     )
-    plan = Submission.plan(config(tmp_path, engine={"servers": 3}), cluster, None)
+    plan = Submission.plan(minimal_config(tmp_path, engine={"servers": 3}), cluster, None)
     run = f"{tmp_path}/run"
     assert plan.nodes == 2
     *words, script, config_file, site_file = plan.command(["--nice"])
@@ -105,21 +97,21 @@ def test_the_whole_command_line(tmp_path, monkeypatch):
 
 
 def test_gpus_are_asked_for_by_gres_where_the_site_says_so(tmp_path):
-    plan = Submission.plan(config(tmp_path), site(gres="gpu:h100:2,shard:1"), None)
+    plan = Submission.plan(minimal_config(tmp_path), site(gres="gpu:h100:2,shard:1"), None)
     assert "--gres=gpu:h100:2,shard:1" in plan.command()
     assert not any(word.startswith("--gpus-per-node") for word in plan.command())
 
 
 def test_nodes_without_gpus_are_counted_in_processes(tmp_path):
     cluster = site(gpus_per_node=0, processes_per_node=1)
-    plan = Submission.plan(config(tmp_path), cluster, 3)
+    plan = Submission.plan(minimal_config(tmp_path), cluster, 3)
     assert "--ntasks-per-node=1" in plan.command()
     assert [host.name for host in plan.placement.unused] == ["node3"]
 
 
 def test_the_memory_of_nodes_without_gpus_is_not_planned(tmp_path):
     cluster = site(gpus_per_node=0, processes_per_node=2, gpu="h100")
-    verdict = memory_verdict(Submission.plan(config(tmp_path), cluster, 2))
+    verdict = memory_verdict(Submission.plan(minimal_config(tmp_path), cluster, 2))
     assert verdict == ("memory: not planned, the nodes have no GPUs", [])
 
 
@@ -211,7 +203,9 @@ def test_a_dry_run_plans_memory_without_weights_and_ends_with_its_faults(tmp_pat
 
 def test_a_layout_that_the_model_refuses_is_not_planned(tmp_path):
     parallel = {"world_size": 6, "tensor": 3}
-    submission = Submission.plan(config(tmp_path, parallel=parallel), site(gpu="h100"), None)
+    submission = Submission.plan(
+        minimal_config(tmp_path, parallel=parallel), site(gpu="h100"), None
+    )
     verdict, faults = memory_verdict(submission)
     assert "parallel.tensor" in verdict
     assert faults == []
@@ -244,13 +238,13 @@ def test_servers_of_a_rehearsal_take_the_places_of_the_recipes(tmp_path):
     """The recipe has two servers of four devices on its second node, and the small ones are there, too. A server of 16
     devices fills nodes, and a small one on CPUs has the 8 devices of one node."""
     sections = {"parallel": {"world_size": 8}, "engine": {"servers": 2}, "sglang": {"tp_size": 4}}
-    recipe = config(tmp_path, **sections)
+    recipe = minimal_config(tmp_path, **sections)
     hosts = tuple(Host(name, name, 8) for name in ("a", "b"))
     for on_gpus in (False, True):
         placement = place(rehearsed_roles(recipe, 8, on_gpus=on_gpus), Allocation(hosts))
         places = [(server.host.name, server.first_device) for server in placement.servers]
         assert places == [("b", 0), ("b", 4)]
-    spanning = config(
+    spanning = minimal_config(
         tmp_path, **(sections | {"engine": {"servers": 1}, "sglang": {"tp_size": 16}})
     )
     assert rehearsed_roles(spanning, 8, on_gpus=False).server_devices == 8
@@ -541,7 +535,7 @@ def test_submitting_loads_nothing_heavy():
 def test_a_heterogeneous_job_has_its_servers_in_another_partition(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cluster = site(partition="train", server_partition="serve", account="rl")
-    settings = config(tmp_path, parallel={"world_size": 2}, engine={"servers": 4})
+    settings = minimal_config(tmp_path, parallel={"world_size": 2}, engine={"servers": 4})
     plan = Submission.plan(settings, cluster, None)
     assert (plan.nodes, [server.host.name for server in plan.placement.servers]) == (
         3,
