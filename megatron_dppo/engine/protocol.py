@@ -285,8 +285,8 @@ def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
 
 def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[str, np.ndarray]:
     """Read the experts of each input token, [prompt + output - 1, MoE layers, top-k]."""
-    # The server sends a notice of the recording. The module ``engine.server.recordings`` has replaced the notice by the array,
-    # [prompt + output - 1, hidden layers, top-k]. The last token has no row, because it is never an input.
+    # The server sends a notice of the recording. The module ``engine.server.recordings`` has replaced the notice by the
+    # array, [prompt + output - 1, hidden layers, top-k]. The last token has no row, because it is never an input.
     if meta["finish_reason"]["type"] == "abort" and meta.get("routed_experts") is None:
         # The request was aborted in the queue. SGLang finds a request's rows by the slots of its keys and values, and a
         # queued request has no slots.
