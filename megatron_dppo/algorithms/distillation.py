@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from torch import Tensor
 from megatron_dppo.algorithms import table
 from megatron_dppo.algorithms.algorithm import Algorithm
 from megatron_dppo.algorithms.decisions import decide
+from megatron_dppo.algorithms.divergence import clamped, kl_term
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
-from megatron_dppo.algorithms.topk_terms import with_slope
+from megatron_dppo.algorithms.topk_terms import loss_term
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.sums import MetricSums
 
@@ -31,21 +33,31 @@ Distance = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 other ids [...], and its derivative by log pi at the columns [..., K + 1]. Both are float64, without gradient."""
 
 
+class TeacherTopk(NamedTuple):
+    """A teacher's and the policy's log-probabilities at the columns, ``[..., K + 1]``: the arguments of a ``Distance``.
+
+    Attributes:
+        log_pi: log pi, with gradient.
+        log_teacher: log p_T.
+        valid: Bool: False for padding, and for y if TopK(p_T) holds y.
+    """
+
+    log_pi: Tensor
+    log_teacher: Tensor
+    valid: Tensor
+
+
 @dataclass(frozen=True)
 class TeacherScores:
-    """A teacher's log-probabilities (natural logarithms) of T tokens, beside the policy's.
+    """A teacher's log-probabilities (natural logarithms) of T tokens.
 
     Attributes:
         log_probs: log p_T of y, shaped as ``TokenInputs.log_probs``.
-        policy_topk_log_probs: ``[..., K + 1]``, log pi at the columns, with gradient. None without TopK(p_T).
-        topk_log_probs: ``[..., K + 1]``, log p_T at the columns.
-        topk_valid: Bool ``[..., K + 1]``: False for padding, and for y if TopK(p_T) holds y.
+        topk: the log-probabilities at the columns. None without TopK(p_T).
     """
 
     log_probs: Tensor
-    policy_topk_log_probs: Tensor | None = None
-    topk_log_probs: Tensor | None = None
-    topk_valid: Tensor | None = None
+    topk: TeacherTopk | None = None
 
 
 @torch.no_grad()
@@ -57,7 +69,7 @@ def reverse_kl(log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> tuple[Tens
     have equal pi / p_T.
     """
     pi, teacher = _masses(log_pi, log_teacher, valid)
-    terms = pi.kl_terms(teacher)
+    terms = kl_term(pi.of_columns, pi.log_columns, teacher.log_columns)
     rest_log_ratio = pi.log_rest - teacher.log_rest
     distance = terms.sum(-1) + pi.rest * rest_log_ratio
     return distance, terms - pi.of_columns * rest_log_ratio[..., None]
@@ -73,7 +85,8 @@ def forward_kl(log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> tuple[Tens
     """
     pi, teacher = _masses(log_pi, log_teacher, valid)
     rest_log_ratio = teacher.log_rest - pi.log_rest
-    distance = teacher.kl_terms(pi).sum(-1) + teacher.rest * rest_log_ratio
+    terms = kl_term(teacher.of_columns, teacher.log_columns, pi.log_columns)
+    distance = terms.sum(-1) + teacher.rest * rest_log_ratio
     rest_quotient = teacher.rest / pi.log_rest.exp()
     return distance, pi.of_columns * rest_quotient[..., None] - teacher.of_columns
 
@@ -94,7 +107,7 @@ class _Masses:
     @classmethod
     def of(cls, log_probs: Tensor, valid: Tensor, resolution: float) -> _Masses:
         """Return the masses of a policy with the log-probabilities ``log_probs`` at the columns."""
-        log_columns = log_probs.double().clamp(max=0)
+        log_columns = clamped(log_probs)
         of_columns = torch.where(valid, log_columns.exp(), 0.0)
         rest = 1 - of_columns.sum(-1)
         return cls(
@@ -103,11 +116,6 @@ class _Masses:
             torch.where(rest > resolution, rest, 0.0),
             rest.clamp(min=resolution).log(),
         )
-
-    def kl_terms(self, other: _Masses) -> Tensor:
-        """Return p log(p / q) at each column, for p = this policy and q = ``other``."""
-        log_ratio = self.log_columns - other.log_columns
-        return torch.where(self.of_columns > 0, self.of_columns * log_ratio, 0.0)
 
 
 def _masses(log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> tuple[_Masses, _Masses]:
@@ -157,54 +165,38 @@ class Distillation:
           Masked: only at tokens that the algorithm's mask lets train if a is their advantage.
         """
         advantages = teacher.log_probs.to(inputs.log_probs.dtype) - inputs.log_probs.detach()
-        metrics = MetricSums(
-            sums={
-                metric_names.TEACHER_GAP: -_total(
-                    inputs.loss_mask & advantages.isfinite(), advantages
-                )
-            }
-        )
+        gap = -_total(inputs.loss_mask & advantages.isfinite(), advantages)
         if self.loss == "sampled":
             inputs, sums = self._sampled(inputs, advantages, token_scale)
         else:
-            inputs, sums = self._distance(inputs, teacher, advantages, token_scale)
-        return inputs, replace(sums, metrics=sums.metrics + metrics)
+            assert teacher.topk is not None
+            inputs, sums = self._distance(inputs, teacher.topk, advantages, token_scale)
+        return inputs, replace(sums, metrics=sums.metrics.add(metric_names.TEACHER_GAP, gap))
 
     def _sampled(
         self, inputs: TokenInputs, teacher_advantages: Tensor, token_scale: Tensor | None
     ) -> tuple[TokenInputs, LossSums]:
-        teacher_inputs = replace(inputs, advantages=self.weight * teacher_advantages)
-        if not self.rewards:
-            return teacher_inputs, policy_loss(self._decider, teacher_inputs, token_scale)
-        if self.masked:
-            advantages = inputs.advantages + teacher_inputs.advantages
+        advantages = self.weight * teacher_advantages
+        if self.masked or not self.rewards:
+            if self.rewards:
+                advantages = inputs.advantages + advantages
             inputs = replace(inputs, advantages=advantages)
-            return inputs, policy_loss(self.algorithm, inputs, token_scale)
+            return inputs, policy_loss(self._decider, inputs, token_scale)
         sums = policy_loss(self.algorithm, inputs, token_scale)
         with torch.no_grad():
-            decisions = decide(self._decider, teacher_inputs)
-            slope = torch.where(
-                decisions.trains, -decisions.capped * teacher_inputs.advantages, 0.0
-            )
-            metrics = sums.metrics.add(metric_names.LOSS, slope.sum(dtype=torch.float64))
-            if token_scale is not None:
-                slope = slope * token_scale.to(slope.dtype)
-        term = slope.sum() + with_slope(inputs.log_probs, slope)
+            decisions = decide(self._decider, replace(inputs, advantages=advantages))
+            slope = torch.where(decisions.trains, -decisions.capped * advantages, 0.0)
+        term = loss_term(inputs.log_probs, slope, slope, token_scale)
+        metrics = sums.metrics.add(metric_names.LOSS, slope.sum(dtype=torch.float64))
         return inputs, replace(sums, loss=sums.loss + term, metrics=metrics)
 
     def _distance(
         self,
         inputs: TokenInputs,
-        teacher: TeacherScores,
+        topk: TeacherTopk,
         teacher_advantages: Tensor,
         token_scale: Tensor | None,
     ) -> tuple[TokenInputs, LossSums]:
-        log_pi = teacher.policy_topk_log_probs
-        log_teacher = teacher.topk_log_probs
-        valid = teacher.topk_valid
-        assert log_pi is not None
-        assert log_teacher is not None
-        assert valid is not None
         teacher_inputs = replace(inputs, advantages=teacher_advantages)
         if self.rewards:
             sums = policy_loss(self.algorithm, inputs, token_scale)
@@ -215,21 +207,17 @@ class Distillation:
             assert sums.blocked is not None
             is_counted = inputs.loss_mask & ~sums.blocked
         with torch.no_grad():
-            distance, slopes = DISTANCES[self.loss](log_pi, log_teacher, valid)
-            mass = torch.where(valid, log_teacher.double().exp(), 0.0)[..., :-1].sum(-1)
+            distance, slopes = DISTANCES[self.loss](*topk)
+            mass = torch.where(topk.valid, topk.log_teacher.double().exp(), 0.0)[..., :-1].sum(-1)
+            value = torch.where(is_counted, self.weight * distance, 0.0)
+            slopes = torch.where(is_counted[..., None], self.weight * slopes, 0.0)
             metrics = {
+                metric_names.LOSS: value.sum(),
                 metric_names.TEACHER_DISTANCE: _total(inputs.loss_mask, distance),
                 metric_names.TEACHER_MASKED: (inputs.loss_mask & ~is_counted).sum().double(),
                 metric_names.TEACHER_TOPK_MASS: _total(inputs.loss_mask, mass),
             }
-            value = torch.where(is_counted, self.weight * distance, 0.0)
-            slopes = torch.where(is_counted[..., None], self.weight * slopes, 0.0)
-            metrics[metric_names.LOSS] = value.sum()
-            if token_scale is not None:
-                scale = token_scale.double()
-                value = scale * value
-                slopes = scale[..., None] * slopes
-        term = value.sum().to(inputs.log_probs.dtype) + with_slope(log_pi, slopes)
+        term = loss_term(topk.log_pi, value, slopes, token_scale)
         metrics_sums = sums.metrics + MetricSums(sums=metrics)
         return inputs, replace(sums, loss=sums.loss + term, metrics=metrics_sums)
 

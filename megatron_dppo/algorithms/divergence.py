@@ -42,14 +42,14 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     the dtype's eps: a sum of 1 and at most this value rounds to 1. So D is a lower bound.
     """
     # Put both policies into one tensor. This halves the number of small operations, which take most of a mask's time.
-    log_p = _clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))
+    log_p = clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))
     # expm1 keeps the relative precision. 1 - exp(log p) would have the absolute error of numbers near 1, and D could
     # become negative.
     complement = -torch.expm1(log_p)
     log_half_eps = math.log(0.5 * torch.finfo(log_probs.dtype).eps)
     log_complement = torch.where(log_p == 0, log_half_eps, complement.log())
-    sampled_term = _kl_term(log_p[0].exp(), log_p[0], log_p[1])
-    complement_term = _kl_term(complement[0], log_complement[0], log_complement[1])
+    sampled_term = kl_term(log_p[0].exp(), log_p[0], log_p[1])
+    complement_term = kl_term(complement[0], log_complement[0], log_complement[1])
     return (sampled_term + complement_term).clamp(min=0)
 
 
@@ -102,7 +102,7 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     log_mu = rollout_topk_log_probs.detach().clamp(max=0)
     pi = torch.where(valid, log_pi.exp(), 0.0)
     mu = torch.where(valid, log_mu.exp(), 0.0)
-    listed_terms = _kl_term(mu, log_mu, log_pi).sum(-1, dtype=torch.float64)
+    listed_terms = kl_term(mu, log_mu, log_pi).sum(-1, dtype=torch.float64)
     other_mu = _rest(mu)
     other_pi = _rest(pi).clamp(min=resolution)
     log_quotient = other_mu.clamp(min=resolution).log() - other_pi.log()
@@ -174,15 +174,15 @@ def exact_kl(logits: Tensor, rollout_logits: Tensor) -> Tensor:
     assert logits.shape == rollout_logits.shape
     pi = logits.double().log_softmax(-1)
     mu = rollout_logits.double().log_softmax(-1)
-    return _kl_term(mu.exp(), mu, pi).sum(-1).clamp(min=0)
+    return kl_term(mu.exp(), mu, pi).sum(-1).clamp(min=0)
 
 
-def _kl_term(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+def kl_term(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
     """Compute p log(p / q). If p = 0, the result is 0, even if a logarithm is infinite or NaN. NaN if p is NaN."""
     return torch.where(p == 0, 0.0, p * (log_p - log_q))
 
 
-def _clamped(log_p: Tensor) -> Tensor:
+def clamped(log_p: Tensor) -> Tensor:
     """Return ``log_p`` in float64, cut to at most 0. A log-probability that is computed as logit - lse can be a
     rounding step above 0.
     """
@@ -190,7 +190,7 @@ def _clamped(log_p: Tensor) -> Tensor:
 
 
 def _probability(log_p: Tensor) -> Tensor:
-    return _clamped(log_p).exp()
+    return clamped(log_p).exp()
 
 
 def _rest(p: Tensor) -> Tensor:

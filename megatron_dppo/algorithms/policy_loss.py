@@ -15,7 +15,7 @@ from megatron_dppo.algorithms.algorithm import Algorithm
 from megatron_dppo.algorithms.decisions import Decisions, decide
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.token_metrics import token_metrics
-from megatron_dppo.algorithms.topk_terms import projection_terms, score_centering
+from megatron_dppo.algorithms.topk_terms import loss_term, projection_terms, score_centering
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.sums import MetricSums
 
@@ -63,14 +63,8 @@ def policy_loss(
     with torch.no_grad():
         value, slope, metrics = _coefficients(algorithm, inputs, decisions, with_surrogate)
         metrics = token_metrics(inputs, decisions, algorithm.ratio_cap) + metrics
-        if token_scale is not None:
-            scale = token_scale.to(value.dtype)
-            value = value * scale
-            slope = slope * scale
-    log_probs = torch.where(slope != 0, inputs.log_probs, 0.0)
-    # log pi - stop(log pi) has the value 0 and log pi's gradient, so that the loss has the value of the surrogate and
-    # not of A log pi.
-    loss = (value + slope * (log_probs - log_probs.detach())).sum()
+    # The loss has the value of the surrogate, and not of A log pi.
+    loss = loss_term(inputs.log_probs, value, slope, token_scale)
     if with_surrogate and algorithm.preset.centers:
         loss = loss + score_centering(algorithm, inputs, decisions, token_scale)
     if with_surrogate and algorithm.preset.projects:

@@ -61,6 +61,24 @@ def projection_terms(
     return loss + with_slope(inputs.topk_log_probs[..., :-1], slopes[..., :-1]), metrics
 
 
+def loss_term(
+    log_probs: Tensor, value: Tensor, slope: Tensor, token_scale: Tensor | None
+) -> Tensor:
+    """Return a scalar with the sum of ``value`` as its value, and the gradient ``slope`` by ``log_probs``.
+
+    Args:
+        log_probs: ``[...]``, or ``[..., C]`` with C columns of each token.
+        value: ``[...]``, a number for each token.
+        slope: shaped as ``log_probs``; the gradient is exactly 0 where it is 0.
+        token_scale: ``[...]``, a factor of each token's value and slope; None stands for 1.
+    """
+    if token_scale is not None:
+        scale = token_scale.to(value.dtype)
+        value = scale * value
+        slope = scale.reshape(scale.shape + (1,) * (slope.ndim - scale.ndim)) * slope
+    return value.sum().to(log_probs.dtype) + with_slope(log_probs, slope)
+
+
 def with_slope(log_probs: Tensor, slope: Tensor) -> Tensor:
     """Return a scalar of value 0 whose gradient by ``log_probs`` is ``slope``; exactly 0 where ``slope`` is 0."""
     log_probs = torch.where(slope != 0, log_probs, 0.0)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.algorithms.table import check_topk, find_preset
+from megatron_dppo.algorithms.table import Preset, check_topk, find_preset
 from megatron_dppo.config import forwarded, layout, schema, speculation
 from megatron_dppo.config.data_files import data_files, repeated_files
 from megatron_dppo.config.data_schema import REWARD_OF_ENVIRONMENT, EnvironmentConfig, RewardConfig
@@ -83,7 +83,12 @@ def data_file_faults(data: schema.DataConfig) -> layout.Faults:
     if any(has_weight) and not all(has_weight):
         unweighted_index = has_weight.index(False)
         yield f"data.train[{unweighted_index}].weight: missing, expected one for each file, or for none"
-    for name in data.evaluation:
+    yield from _set_name_faults(data.evaluation)
+
+
+def _set_name_faults(names: Iterable[str]) -> layout.Faults:
+    """Report names of held-out sets that can't be a part of a metric's name."""
+    for name in names:
         if not re.fullmatch(r"[\w.-]+", name):
             yield (
                 f"data.evaluation: got the name {name!r}, expected letters, digits, '_', '-' and "
@@ -244,22 +249,15 @@ def length_faults(
     if generates:
         spare = SPARE_POSITIONS
         prompt_spare = PROMPT_SPARE_POSITIONS
-    # Key: the owner of the positions, as in the message "the OWNER N positions".
-    limits: dict[str, Any] = {"model's": model.max_position_embeddings}
-    if generates:
-        for key in ("context_length", "max_total_tokens"):
-            limits[f"engine's sglang.{key} of"] = sglang.get(key)
+    limits = dict(position_limits(sglang if generates else {}, model))
     prompt = data.max_prompt_tokens
     longest_responses = {"rollout": rollout.max_response_tokens}
     # An evaluation without its own limit has the rollout's limit.
     if evaluation.max_response_tokens is not None:
         longest_responses["evaluation"] = evaluation.max_response_tokens
     for owner, positions in limits.items():
-        # An option that is not set is no limit.
-        if not isinstance(positions, int):
-            continue
         if prompt > positions - prompt_spare:
-            reason = _positions(owner, positions, f"{prompt_spare} with a prompt", generates)
+            reason = positions_text(owner, positions, f"{prompt_spare} with a prompt", generates)
             yield f"data.max_prompt_tokens: got {prompt}, expected at most {positions - prompt_spare}: {reason}"
             continue
         for section, response in longest_responses.items():
@@ -269,7 +267,7 @@ def length_faults(
                 # least the last token of the whole sequence. If the sequence leaves prompt_spare - 1 positions free,
                 # the prompt leaves prompt_spare positions free.
                 section_spare = prompt_spare - 1
-            reason = _positions(owner, positions, str(section_spare), generates)
+            reason = positions_text(owner, positions, str(section_spare), generates)
             usable_positions = positions - section_spare
             episode_tokens = environment.longest(prompt, response)
             if prompt + response > usable_positions:
@@ -285,7 +283,17 @@ def length_faults(
                 )
 
 
-def _positions(owner: str, positions: int, spare: str, has_engine: bool) -> str:
+def position_limits(sglang: Mapping[str, Any], model: ModelShape) -> Iterator[tuple[str, int]]:
+    """Yield the positions of the model, and those of a server if its options limit them, each after its owner."""
+    yield "model's", model.max_position_embeddings
+    for key in ("context_length", "max_total_tokens"):
+        positions = sglang.get(key)
+        # Another check reports an option that is no number.
+        if isinstance(positions, int):
+            yield f"engine's sglang.{key} of", positions
+
+
+def positions_text(owner: str, positions: int, spare: str, has_engine: bool) -> str:
     """Return the part of a message about the positions of the model or the engine."""
     text = f"the {owner} {positions} positions"
     if has_engine:
@@ -307,7 +315,8 @@ def environment_faults(
             f"environment.role: got {given(environment.role)}, expected letters, digits, '_' and '-', as in "
             "user and tool"
         )
-    if environment.credit == "turn" and _reads_responses(algorithm):
+    preset = preset_of(algorithm)
+    if environment.credit == "turn" and preset is not None and preset.sequences:
         yield (
             f"environment.credit: got turn with algorithm.name {algorithm}, expected trajectory: the rule of "
             f"{algorithm} needs one advantage for a whole response"
@@ -334,13 +343,12 @@ def _reward_of_environment(reward: RewardConfig, environment: EnvironmentConfig)
         )
 
 
-def _reads_responses(algorithm: str) -> bool:
-    """Whether the rule of the preset ``algorithm`` reads whole responses."""
+def preset_of(algorithm: str) -> Preset | None:
+    """Return the preset with the name ``algorithm``; None for an unknown name, which another check reports."""
     try:
-        return find_preset(algorithm).sequences
+        return find_preset(algorithm)
     except ValueError:
-        # Another check reports an unknown algorithm.
-        return False
+        return None
 
 
 MOST_RESPONSES = 2**24
@@ -390,9 +398,7 @@ def check_config(
     engine = config.engine
     checks = (
         url_faults(engine.urls),
-        layout.world_faults(config.parallel.sizes),
         batch_faults(rollout, config.training.prompts_per_mini_batch, config.parallel.data),
-        schedule_faults(config.optimizer),
         _untruncated_sampling(rollout),
         _algorithm(algorithm),
         _aggregation(algorithm),
@@ -406,17 +412,10 @@ def check_config(
         _profile(config.profile, config.parallel.world_size, config.run.steps),
         _upload(config.checkpoint.upload, exports=config.checkpoint.export_hf),
         _overlap(rollout, config.lora),
-        _run_directory(config.run.directory),
         _engine(engine, rollout),
         colocation_faults(config, engine_device(engine)),
         held_weight_faults(config.weight_sync, engine),
-        forwarded.MEGATRON.faults(config.megatron),
-        forwarded.training_faults(
-            config.megatron_ddp,
-            config.megatron_optimizer,
-            config.distributed_optimizer,
-            config.model.dtype,
-        ),
+        _trainer_faults(config),
         forwarded.SGLANG.faults(config.sglang),
         engine_adapter_faults(config.lora, config.sglang, config.weight_sync, engine),
         environment_faults(
@@ -429,16 +428,12 @@ def check_config(
     faults: list[str] = []
     for check in checks:
         faults += without_os_errors(check)
-    sizes = config.parallel.sizes
 
     def model_checks(model: ModelShape) -> tuple[layout.Faults, ...]:
         return (
-            layout.layout_faults(sizes, config.megatron, model),
-            lora_faults(config.lora, sizes, model, has_engines=True),
-            adapter_folder_faults(config.lora),
+            _trainer_model_faults(config, model, has_engines=True),
             adapter_update_faults(config.lora, model),
             _router_replay(rollout, config.megatron, model),
-            _recompute(config, model),
             forwarded.expert_kernel_faults(config.sglang) if model.is_moe else iter(()),
             length_faults(
                 config.data, rollout, config.evaluation, config.sglang, model, config.environment
@@ -457,41 +452,51 @@ def check_config(
 
 def check_supervised_config(config: schema.SupervisedConfig, source: str = "configuration") -> None:
     """Run every check of a supervised run. Raises ConfigError with ``source`` as its source."""
-    parallel = config.parallel
+    replicas = config.parallel.data
     training = config.training
     faults = [
-        *layout.world_faults(parallel.sizes),
-        *forwarded.MEGATRON.faults(config.megatron),
-        *forwarded.training_faults(
-            config.megatron_ddp,
-            config.megatron_optimizer,
-            config.distributed_optimizer,
-            config.model.dtype,
-        ),
-        *schedule_faults(config.optimizer),
+        *without_os_errors(_trainer_faults(config)),
         *template_argument_faults(config.data.chat_template_arguments),
+        *_set_name_faults(config.data.evaluation),
     ]
-    paths = {"data.train": config.data.train}
-    for name, path in config.data.evaluation.items():
-        paths[f"data.evaluation.{name}"] = path
-    for key, path in paths.items():
+    for key, path in config.data.files.items():
         if fault := data_files(path).fault:
             faults.append(f"{key}: got {path!r}, expected {fault}")
-    if training.sequences_per_step < parallel.data:
+    if training.sequences_per_step < replicas:
         faults.append(
             f"training.sequences_per_step: got {training.sequences_per_step}, expected at "
-            f"least one for each of the {parallel.data} data-parallel ranks"
+            f"least one for each of the {replicas} data-parallel ranks"
         )
 
     def model_checks(model: ModelShape) -> tuple[layout.Faults, ...]:
-        return (
-            layout.layout_faults(parallel.sizes, config.megatron, model),
-            _recompute(config, model),
-            lora_faults(config.lora, parallel.sizes, model, has_engines=False),
-            adapter_folder_faults(config.lora),
-        )
+        return (_trainer_model_faults(config, model, has_engines=False),)
 
     _checked_model(config.model, model_checks, faults, source)
+
+
+def _trainer_faults(config: schema.PolicyConfig) -> layout.Faults:
+    """Report faults of the sections of every kind of run that do not depend on the model."""
+    yield from layout.world_faults(config.parallel.sizes)
+    yield from schedule_faults(config.optimizer)
+    yield from forwarded.MEGATRON.faults(config.megatron)
+    yield from forwarded.training_faults(
+        config.megatron_ddp,
+        config.megatron_optimizer,
+        config.distributed_optimizer,
+        config.model.dtype,
+    )
+    yield from _run_directory(config.run.directory)
+
+
+def _trainer_model_faults(
+    config: schema.PolicyConfig, model: ModelShape, *, has_engines: bool
+) -> layout.Faults:
+    """Report faults of the sections of every kind of run that depend on the model."""
+    sizes = config.parallel.sizes
+    yield from layout.layout_faults(sizes, config.megatron, model)
+    yield from _recompute(config, model)
+    yield from lora_faults(config.lora, sizes, model, has_engines=has_engines)
+    yield from adapter_folder_faults(config.lora)
 
 
 def _checked_model(

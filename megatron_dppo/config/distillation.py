@@ -7,13 +7,7 @@ from typing import Any
 
 from megatron_dppo.config import checks, forwarded, layout, speculation
 from megatron_dppo.config.errors import ConfigError, given
-from megatron_dppo.config.schema import (
-    DistillationConfig,
-    LoraConfig,
-    ModelConfig,
-    TeacherConfig,
-    TrainConfig,
-)
+from megatron_dppo.config.schema import DistillationConfig, LoraConfig, TeacherConfig, TrainConfig
 from megatron_dppo.model.shape import ModelShape
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -40,34 +34,33 @@ def serving_config(config: TrainConfig, name: str, shape: ModelShape) -> TrainCo
     Top-K, shared devices) are off; all else is as in ``config``. ``shape``: the teacher's model.
     """
     teacher = config.distillation.teachers[name]
-    engine = {
-        "servers": teacher.servers_to_start,
-        "urls": teacher.urls,
-        "port": None,
-        "router": False,
-        "placement": "separate",
-        "quantization": None,
-        "atomic_updates": False,
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"hf_checkpoint": teacher.hf_checkpoint, "dtype": dtype_of(shape)},
+        "engine": {
+            "servers": teacher.servers_to_start,
+            "urls": teacher.urls,
+            "port": None,
+            "router": False,
+            "placement": "separate",
+            "quantization": None,
+            "atomic_updates": False,
+        },
+        "rollout": {
+            "router_replay": False,
+            "topk_log_probs": 0,
+            "interrupt": "drain",
+            "temperature": 1.0,
+        },
+        "data": {"max_prompt_tokens": longest_prompt(config, teacher)},
     }
-    rollout = {
-        "router_replay": False,
-        "topk_log_probs": 0,
-        "interrupt": "drain",
-        "temperature": 1.0,
+    sections: dict[str, Any] = {
+        name: getattr(config, name).model_copy(update=update) for name, update in changes.items()
     }
-    sections = {
-        "model": ModelConfig.model_validate(
-            {"hf_checkpoint": teacher.hf_checkpoint, "dtype": dtype_of(shape)}
-        ),
-        "lora": LoraConfig(),
-        "engine": config.engine.model_copy(update=engine),
-        "rollout": config.rollout.model_copy(update=rollout),
-        "data": config.data.model_copy(
-            update={"max_prompt_tokens": longest_prompt(config, teacher)}
-        ),
-        "sglang": teacher.sglang,
-        "distillation": DistillationConfig(),
-    }
+    sections["lora"] = LoraConfig()
+    sections["sglang"] = teacher.sglang
+    # A teacher has no teachers. Its servers' clients wait as long as the run's.
+    timeout_s = config.distillation.request_timeout_s
+    sections["distillation"] = DistillationConfig(request_timeout_s=timeout_s)
     return config.model_copy(update=sections)
 
 
@@ -109,26 +102,17 @@ def distillation_faults(config: TrainConfig) -> layout.Faults:
             "rollout.drop_zero_variance_groups: got true with distillation.rewards false, expected false: groups with "
             "equal rewards have a gradient too"
         )
-    yield from _algorithm_faults(config)
+    preset = checks.preset_of(config.algorithm.name)
+    if preset is not None and preset.step_bound is not None:
+        yield (
+            f"algorithm.name: got {config.algorithm.name} with distillation.teachers, expected an algorithm without a "
+            "bound that is computed from all tokens of a step: the bound would not know the teacher's advantages"
+        )
     urls = list(config.engine.urls)
     for name, teacher in teachers.items():
         yield from checks.url_faults(teacher.urls, f"{key_of(name)}.urls", urls)
         urls += teacher.urls
         yield from _teacher_faults(name, teacher, config.environment.name)
-
-
-def _algorithm_faults(config: TrainConfig) -> layout.Faults:
-    """Report an algorithm that can't judge a teacher's advantages."""
-    try:
-        preset = config.algorithm.facts().preset
-    except ValueError:
-        # Another check reports an unknown algorithm.
-        return
-    if preset.step_bound is not None:
-        yield (
-            f"algorithm.name: got {config.algorithm.name} with distillation.teachers, expected an algorithm without a "
-            "bound that is computed from all tokens of a step: the bound would not know the teacher's advantages"
-        )
 
 
 def _teacher_faults(name: str, teacher: TeacherConfig, environment: str | None) -> layout.Faults:
@@ -178,17 +162,13 @@ def teacher_model_faults(
                 f"{model.vocab_size}"
             )
         longest = longest_sequence(config, teacher)
-        limits: dict[str, Any] = {"model": shape.max_position_embeddings}
-        for option in ("context_length", "max_total_tokens"):
-            limits[f"server's sglang.{option}"] = teacher.sglang.get(option)
-        for owner, positions in limits.items():
-            # A server refuses a prompt that leaves fewer positions free. To a teacher, the whole sequence is a prompt.
-            if isinstance(positions, int) and longest > positions - checks.PROMPT_SPARE_POSITIONS:
-                yield (
-                    f"{key}: got sequences of {longest} tokens, expected at most "
-                    f"{positions - checks.PROMPT_SPARE_POSITIONS}: the {owner} has {positions} positions, of which "
-                    f"{checks.PROMPT_SPARE_POSITIONS} stay free"
-                )
+        for owner, positions in checks.position_limits(teacher.sglang, shape):
+            # To a teacher, the whole sequence is a prompt.
+            most = positions - checks.PROMPT_SPARE_POSITIONS
+            if longest > most:
+                spare = f"{checks.PROMPT_SPARE_POSITIONS} with a prompt"
+                reason = checks.positions_text(owner, positions, spare, has_engine=True)
+                yield f"{key}: got sequences of {longest} tokens, expected at most {most}: {reason}"
         for fault in checks.engine_split_faults(teacher.sglang, shape):
             yield f"{key}.{fault}"
         for fault in checks.engine_dtype_faults(dtype_of(shape), shape):

@@ -801,6 +801,12 @@ class SupervisedDataConfig(Section):
     evaluation: dict[str, str] = Field(default_factory=dict)
     """Held-out rows: name -> path, as ``train``. Their loss is measured, and nothing is trained on them."""
 
+    @property
+    def files(self) -> dict[str, str]:
+        """Each path by its key, ``data.train`` first."""
+        held_out = {f"data.evaluation.{name}": path for name, path in self.evaluation.items()}
+        return {"data.train": self.train, **held_out}
+
 
 class SupervisedEvaluationConfig(Section):
     """The loss on held-out rows."""

@@ -323,6 +323,12 @@ class TurnSets:
         held_out = {name: read_turns(path) for name, path in data.evaluation.items()}
         return cls(read_turns(data.train), held_out)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        sequences = chain(self.train, *self.held_out.values())
+        return max(sum(map(len, turns)) for turns in sequences)
+
 
 def load_turns(
     path: str | Path,

@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import orjson
@@ -267,14 +267,24 @@ def _topk_fields(k: int) -> dict[str, Any]:
     }
 
 
+def read_topk(
+    meta: Meta, tokens: Literal["input", "output"], shape: tuple[int, int], nulls: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Read int32 ids and float32 log-probabilities of ``shape`` from little-endian base64.
+
+    ``nulls``: number of first tokens without a row. Raises ValueError for other shapes.
+    """
+    found_shape = tuple(meta[f"{tokens}_top_logprobs_shape"])
+    if found_shape != shape or meta[f"{tokens}_top_logprobs_null_prefix"] != nulls:
+        raise ValueError(f"Top-K log-probabilities of shape {found_shape}, expected {shape}")
+    ids = decode_base64(meta[f"{tokens}_top_logprobs_idx_flat_b64"], "<i4", shape)
+    log_probs = decode_base64(meta[f"{tokens}_top_logprobs_val_flat_b64"], "<f4", shape)
+    return ids, log_probs
+
+
 def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
-    """Read int32 ids and float32 log-probabilities ``[R, K]`` from little-endian base64."""
-    shape = tuple(meta["output_top_logprobs_shape"])
-    expected_shape = (len(answered.response_ids), k)
-    if shape != expected_shape or meta["output_top_logprobs_null_prefix"] != 0:
-        raise ValueError(f"Top-K log-probabilities of shape {shape}, expected {expected_shape}")
-    ids = decode_base64(meta["output_top_logprobs_idx_flat_b64"], "<i4", shape)
-    log_probs = decode_base64(meta["output_top_logprobs_val_flat_b64"], "<f4", shape)
+    """Read int32 ids and float32 log-probabilities ``[R, K]``."""
+    ids, log_probs = read_topk(meta, "output", (len(answered.response_ids), k), nulls=0)
     if not np.isfinite(log_probs).all() or log_probs.max() > LOG_PROB_ROUNDING or ids.min() < 0:
         raise ValueError(
             "Top-K log-probabilities with a value not finite or above 0, or a negative id"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -44,11 +45,14 @@ SGLANG_VERSION = "0.5.23"
 """The release whose protocol this package uses; the package's requirements pin it."""
 
 
-async def check_engine(model: ModelSpec, servers: ServersSpec, client: EngineClient) -> None:
+async def check_engine(
+    model: ModelSpec, servers: ServersSpec, client: EngineClient, folder_key: str | None = None
+) -> None:
     """Compare the server's release, model, vocabulary, dtype, cache size and switches with the run's configuration.
 
     The check is needed for a server that was started elsewhere (``engine.urls``), and harmless for the run's own
-    servers. Raises EngineMismatchError with every difference, and the client's errors.
+    servers. ``folder_key``: key of the folder that the server must have loaded, or one of its name; None if weight
+    updates replace the weights. Raises EngineMismatchError with every difference, and the client's errors.
     """
     info = await client.get_json("/server_info")
     model_info = await client.get_json("/model_info")
@@ -56,6 +60,13 @@ async def check_engine(model: ModelSpec, servers: ServersSpec, client: EngineCli
     _require(f"{client.url}/server_info", info, _SERVER_INFO | switches)
     _require(f"{client.url}/model_info", model_info, _MODEL_INFO)
     differences = compare_server(model, servers, info, model_info)
+    if folder_key is not None:
+        folder = Path(str(model_info.get("model_path")))
+        expected_folder = Path(servers.options["model_path"])
+        if folder.name != expected_folder.name:
+            differences.append(
+                f"it serves {folder}, expected {expected_folder} ({folder_key}) or a folder of this name"
+            )
     size = model.shape.vocab_size
     # A failed weight update leaves a server paused. A paused server would hold back the request that tests the
     # vocabulary, so its vocabulary is not tested. If it is wrong, the next weight update of this server will fail.

@@ -14,7 +14,7 @@ import orjson
 
 from megatron_dppo.data.columns import check_log_probs, check_topk
 from megatron_dppo.engine.errors import EngineAnswerError
-from megatron_dppo.engine.protocol import decode_base64
+from megatron_dppo.engine.protocol import read_topk
 
 _ROUNDING = 0.05
 """Largest difference in nats between two log-probabilities of one token in one answer."""
@@ -83,18 +83,11 @@ class ScoredTokens:
         return columns
 
     def _topk(self, meta: dict[str, Any], of_tokens: np.ndarray) -> dict[str, np.ndarray]:
-        rows = len(of_tokens)
-        shape = tuple(meta["input_top_logprobs_shape"])
         # The row of the prompt's last token is a null, and is counted, but not sent.
-        if meta["input_top_logprobs_null_prefix"] != 1 or shape != (rows, self.top_k):
-            raise ValueError(
-                f"Top-K log-probabilities of shape {shape}, expected {(rows, self.top_k)}"
-            )
-        ids = decode_base64(meta["input_top_logprobs_idx_flat_b64"], "<i4", shape).copy()
-        log_probs = decode_base64(meta["input_top_logprobs_val_flat_b64"], "<f4", shape).copy()
+        ids, log_probs = read_topk(meta, "input", (len(of_tokens), self.top_k), nulls=1)
         is_foreign = ids >= self.vocabulary
-        ids[is_foreign] = -1
-        log_probs[is_foreign] = 0.0
+        ids = np.where(is_foreign, np.int32(-1), ids)
+        log_probs = np.where(is_foreign, np.float32(0.0), log_probs)
         check_topk(ids, log_probs, "the answer")
         self._check_agreement(of_tokens, ids, log_probs)
         return {"teacher_topk_ids": ids, "teacher_topk_log_probs": log_probs}

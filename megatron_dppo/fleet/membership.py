@@ -194,6 +194,7 @@ class Examiner:
         check: raises EngineMismatchError for a server that does not serve the run's model or can't be updated, and
             another EngineError for a server that does not answer.
         on_news: called in a thread after a new examination of a server.
+        servers: returns the published servers; None: those of the policy. Raises EngineError.
     """
 
     record: RecordClient
@@ -201,6 +202,7 @@ class Examiner:
     states: ServerStates
     check: Callable[[Member], Coroutine[Any, Any, None]]
     on_news: Callable[[], None]
+    servers: Callable[[], list[Server]] | None = None
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def watch(self) -> NoReturn:
@@ -210,9 +212,7 @@ class Examiner:
         """
         await asyncio.to_thread(self.on_news)
         while True:
-            published = await self._published()
-            self.states.keep(published)
-            for server in published:
+            for server in await self.published():
                 state = self.states[server]
                 is_settled = state.examination is not None and state.examination.state != "waits"
                 if not (server.replaceable or is_settled or state.is_member):
@@ -238,13 +238,18 @@ class Examiner:
             await asyncio.to_thread(self.on_news)
         return examination
 
-    async def _published(self) -> list[Server]:
-        """Return the published servers. If the registry does not answer, return the servers of its last answer."""
+    async def published(self) -> list[Server]:
+        """Return the published servers, and forget the states of others.
+
+        If the registry does not answer, return the servers of its last answer.
+        """
         try:
-            return await asyncio.to_thread(self.record.servers)
+            published = await asyncio.to_thread(self.servers or self.record.servers)
         except errors.EngineError as error:
             log.warning("%s", error)
             return list(self.states)
+        self.states.keep(published)
+        return published
 
     @staticmethod
     def _is_valid(examination: Examination, at_once: bool) -> bool:

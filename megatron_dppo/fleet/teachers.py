@@ -2,8 +2,7 @@
 
 A server that dies or hangs is reported to the supervisor, and its calls are sent to another server or, after a restart,
 to its next incarnation. A server that joins or restarts later passes the same checks before it is used; meanwhile calls
-go to the other servers. A server that is refused is not examined again: its next incarnation is. No weight update
-reaches these servers.
+go to the other servers. The examiner of attached servers examines them. No weight update reaches these servers.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
-from megatron_dppo.config.schema import EngineConfig
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine import errors
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION
@@ -34,9 +32,9 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 4
 """Largest number of attempts at the scores of one sequence."""
 _PAUSE_S = 1.0
-"""Pause between two attempts, and between two reads of the registry."""
+"""Pause between two attempts, and between two reads of the registry while no server is in use."""
 _REREAD_S = 10.0
-"""Seconds between two reads of the registry while some servers are in use and others are missing."""
+"""Seconds between two reads of the registry while a server is in use."""
 _LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 1.0}
 """Largest difference in nats between two scores of a token that rounding explains, by the teacher's dtype: a server
 computes in another order if it scores several sequences together."""
@@ -46,41 +44,40 @@ class TeacherClient:
     """Scores tokens on the servers of one teacher, from one event loop; ``close`` it.
 
     Args:
+        config: configuration of the run.
         teacher: the teacher.
         record: client of the server registry.
-        engine: settings of the servers.
-        request_timeout_s: longest time of one attempt.
-        concurrency: largest number of sequences in flight.
+        sequences: tokens that each server scores when it is examined: the first alone, and together with the others.
         stop: returns whether the run is stopping, so that nothing waits for servers.
     """
 
     def __init__(
         self,
+        config: TrainConfig,
         teacher: TeacherSpec,
         record: RecordClient,
-        engine: EngineConfig,
-        *,
-        request_timeout_s: float,
-        concurrency: int,
+        sequences: Sequence[ScoredTokens],
         stop: Callable[[], bool],
     ) -> None:
         self.name = teacher.name
         self._teacher = teacher
         self._record = record
-        self._engine = engine
-        self._request_timeout_s = request_timeout_s
+        self._engine = config.engine
+        self._request_timeout_s = config.distillation.request_timeout_s
         self._stop = stop
-        self._slots = asyncio.Semaphore(concurrency)
+        self._bound = _LARGEST_DIFFERENCE[teacher.model.dtype]
+        self._slots = asyncio.Semaphore(config.rollout.max_concurrent_requests)
         self._fleet = FleetClient(record.report_lost)
         self._members: list[Member] = []
-        self._states = ServerStates()
-        self._examiner = Examiner(record, engine, self._states, self._examine, lambda: None)
+        self._examiner = Examiner(
+            record, config.engine, ServerStates(), self._examine, lambda: None, self._servers
+        )
         self._update: asyncio.Task[None] | None = None
         """The update of ``_members`` that runs, or whose result is not read yet."""
         self._updated_at = 0.0
         self._is_starting = False
         """Whether a server that is refused ends the start."""
-        self._sequences: Sequence[ScoredTokens] = ()
+        self._sequences = sequences
         self._expected: Sequence[Sequence[float]] | None = None
         """Log-probabilities of ``_sequences``; None until the first server is checked."""
         self._origin = ""
@@ -130,10 +127,10 @@ class TeacherClient:
             if self._stop():
                 raise errors.EngineLostError("the run stops while no server is available")
             if loop.time() > deadline:
-                raise errors.EngineLostError(
-                    f"no server within {self._engine.start_timeout_s:g} s (engine.start_timeout_s)"
-                    f"{self._reasons()}"
-                )
+                limit = f"{self._engine.start_timeout_s:g} s (engine.start_timeout_s)"
+                states = self._examiner.states.items()
+                reasons = [f"{server.name}: {state.examination}" for server, state in states]
+                raise errors.EngineLostError("; ".join([f"no server within {limit}", *reasons]))
             assert self._update is not None
             await asyncio.wait([self._update], timeout=_PAUSE_S)
             if not self._fleet.has_servers:
@@ -149,38 +146,38 @@ class TeacherClient:
             update.result()
         losses = self._fleet.take_losses()
         is_due = asyncio.get_running_loop().time() > self._updated_at + _REREAD_S
-        if self._fleet.has_servers and not losses and (self._is_complete or not is_due):
+        if self._fleet.has_servers and not losses and not is_due:
             return
         for member in self._members:
             if member.server.name in losses:
                 # Its process may be another one when it answers again.
-                self._states.pop(member.server, None)
+                self._examiner.states.pop(member.server, None)
         self._members = [m for m in self._members if m.server.name not in losses]
         self._update = asyncio.create_task(self._update_members())
 
-    async def _update_members(self) -> None:
-        """Use the servers that are published now and the attached ones, if they pass the checks."""
-        published = await asyncio.to_thread(self._record.teachers)
+    def _servers(self) -> list[Server]:
+        """Return the teacher's servers that are published now, and the attached ones. Raises RecordLostError."""
+        servers = [server for server in self._record.teachers() if server.teacher == self.name]
         urls = self._teacher.servers.urls
-        servers = [server for server in published if server.teacher == self.name]
-        servers += [Server(attached_name(url), url, origin="config") for url in urls]
-        self._states.keep(servers)
+        return servers + [Server(attached_name(url), url, origin="config") for url in urls]
+
+    async def _update_members(self) -> None:
+        """Use the servers that pass the checks. Raises EngineMismatchError at the start for a refused server."""
         members: list[Member] = []
-        for server in servers:
+        for server in await self._examiner.published():
             member = Member.of(server, self._record.keys(server), self._engine)
-            if member in self._members or await self._fits(server):
-                members.append(member)
+            if member not in self._members:
+                at_once = not self._fleet.has_servers
+                examination = await self._examiner.examine(server, at_once=at_once)
+                if examination.state == "refused" and self._is_starting:
+                    raise errors.EngineMismatchError(examination.reason)
+                if examination.state != "fits":
+                    continue
+            members.append(member)
         if members != self._members:
             await self._fleet.serve(members, FIRST_WEIGHT_VERSION)
         self._members = members
         self._updated_at = asyncio.get_running_loop().time()
-
-    async def _fits(self, server: Server) -> bool:
-        """Whether a server passes the checks. Raises EngineMismatchError at the start for a server that is refused."""
-        examination = await self._examiner.examine(server, at_once=not self._fleet.has_servers)
-        if examination.state == "refused" and self._is_starting:
-            raise errors.EngineMismatchError(examination.reason)
-        return examination.state == "fits"
 
     async def _examine(self, member: Member) -> None:
         """Raise EngineError for a new server that generates nothing, or that fails the checks."""
@@ -197,17 +194,6 @@ class TeacherClient:
                     f"{client.url}: no scores within {limit:g} s (engine.hang_timeout_s)"
                 ) from error
 
-    def _reasons(self) -> str:
-        """Return why servers are not used, for messages."""
-        examinations = {server.name: state.examination for server, state in self._states.items()}
-        return "".join(f"; {name}: {examination}" for name, examination in examinations.items())
-
-    @property
-    def _is_complete(self) -> bool:
-        """Whether all servers of the configuration are used."""
-        servers = self._teacher.servers
-        return len(self._members) == servers.started + len(servers.urls)
-
     async def _keep_watch(self) -> NoReturn:
         """Report servers that hang, until the task is cancelled."""
         while True:
@@ -215,39 +201,30 @@ class TeacherClient:
                 await self._fleet.watch(self._engine.hang_timeout_s)
             await asyncio.sleep(_PAUSE_S)
 
-    async def check(
-        self, sequences: Sequence[ScoredTokens], earlier: Sequence[Sequence[float]] | None = None
-    ) -> list[list[float]]:
+    async def check(self, earlier: Sequence[Sequence[float]] | None = None) -> list[list[float]]:
         """Compare the servers with the teacher's model, and return the log-probabilities of each of ``sequences``.
 
-        ``sequences``: the first is scored alone, and together with the others. ``earlier``: log-probabilities of the
-        sequences at an earlier start; None: none are known. Raises EngineMismatchError for a server of another model,
-        and for a server of other weights: its log-probabilities differ, by more than rounding explains, from
-        ``earlier`` or from those of the teacher's first server.
+        ``earlier``: log-probabilities of the sequences at an earlier start; None: none are known. Raises
+        EngineMismatchError for a server of another model, and for a server of other weights: its log-probabilities
+        differ, by more than rounding explains, from ``earlier`` or from those of the teacher's first server.
         """
-        self.expect(sequences, earlier, "at an earlier start of this run")
+        self.expect(earlier, "at an earlier start of this run")
         self._is_starting = True
         await self.wait_for_server()
         self._is_starting = False
         return [list(row) for row in self._expected or ()]
 
-    def expect(
-        self,
-        sequences: Sequence[ScoredTokens],
-        log_probs: Sequence[Sequence[float]] | None,
-        origin: str,
-    ) -> None:
-        """Set what servers that are checked from now on must score: ``log_probs`` of ``sequences``, from ``origin``.
+    def expect(self, log_probs: Sequence[Sequence[float]] | None, origin: str) -> None:
+        """Set the scores of ``sequences`` that servers must have from now on: ``log_probs``, from ``origin``.
 
         ``log_probs`` None: those of the first server.
         """
-        self._sequences = sequences
         self._expected = log_probs
         self._origin = origin
 
     async def _check_server(self, client: EngineClient) -> None:
-        await check_engine(self._teacher.model, self._teacher.servers, client)
-        await self._check_folder(client)
+        key = f"distillation.teachers.{self.name}.hf_checkpoint"
+        await check_engine(self._teacher.model, self._teacher.servers, client, key)
         if not self._sequences:
             return
         scores = await self._measure(client)
@@ -266,21 +243,6 @@ class TeacherClient:
                 f"the same tokens {self._origin}, expected at most {self._bound:g} in {self._teacher.model.dtype}: the "
                 "server has other weights than then. Serve the earlier weights; another teacher needs a folder of "
                 f"another name (distillation.teachers.{self.name}.hf_checkpoint)"
-            )
-
-    @property
-    def _bound(self) -> float:
-        return _LARGEST_DIFFERENCE[self._teacher.model.dtype]
-
-    async def _check_folder(self, client: EngineClient) -> None:
-        """Raise EngineMismatchError if the server loaded a folder with another name than ``hf_checkpoint``'s."""
-        info = await client.get_json("/model_info")
-        folder = Path(str(info.get("model_path")))
-        expected = Path(str(self._teacher.servers.options["model_path"]))
-        if folder.name != expected.name:
-            raise errors.EngineMismatchError(
-                f"{client.url} serves {folder}, expected {expected} "
-                f"(distillation.teachers.{self.name}.hf_checkpoint) or a folder of this name"
             )
 
     async def _measure(self, client: EngineClient) -> list[np.ndarray]:

@@ -86,10 +86,8 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> Mode
             for name, term in config.reward.further.items()
         },
         "environment.name": partial(_check_environment, config.environment),
-        "lora.start_from": partial(_check_adapters, config),
+        **_checks_of_every_run(config),
         "algorithm.name": partial(_check_algorithm, config.algorithm),
-        "tracking.trackers": partial(find_trackers, config.tracking.trackers),
-        "tracking.metrics": partial(add_metrics, config.tracking.metrics),
         "checkpoint.upload": partial(_check_upload, config.checkpoint.upload),
     }
     return _check_all(
@@ -97,9 +95,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> Mode
         source,
         checks_by_key,
         gpu_faults(config.engine.device),
-        library_faults(config.megatron, config.megatron_ddp, config.megatron_optimizer),
-        kernel_faults(config.megatron),
-        optimizer_faults(config.megatron_optimizer),
+        _trainer_faults(config),
         server_faults(config),
     )
 
@@ -108,12 +104,25 @@ def check_everything_supervised(config: SupervisedConfig, source: str) -> None:
     _check_all(
         partial(check_supervised_config, config, source),
         source,
-        {"lora.start_from": partial(_check_adapters, config)},
+        _checks_of_every_run(config),
         gpu_faults(None),
-        library_faults(config.megatron, config.megatron_ddp, config.megatron_optimizer),
-        kernel_faults(config.megatron),
-        optimizer_faults(config.megatron_optimizer),
+        _trainer_faults(config),
     )
+
+
+def _checks_of_every_run(config: TrainConfig | SupervisedConfig) -> dict[str, Callable[[], object]]:
+    return {
+        "lora.start_from": partial(_check_adapters, config),
+        "tracking.trackers": partial(find_trackers, config.tracking.trackers),
+        "tracking.metrics": partial(add_metrics, config.tracking.metrics),
+    }
+
+
+def _trainer_faults(config: PolicyConfig) -> Iterator[str]:
+    """Report options of the trainer that the libraries here do not accept."""
+    yield from library_faults(config.megatron, config.megatron_ddp, config.megatron_optimizer)
+    yield from kernel_faults(config.megatron)
+    yield from optimizer_faults(config.megatron_optimizer)
 
 
 def untried_options(config: PolicyConfig) -> list[str]:

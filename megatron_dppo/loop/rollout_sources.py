@@ -350,9 +350,7 @@ class GeneratedRollouts:
         figures |= rollout_figures.speed_figures(
             figures[metric_names.TOKENS], draft.seconds, draft.waited_s
         )
-        figures |= self._idle_shares()
-        if self.teachers is not None:
-            figures |= self.teachers.take_figures()
+        figures |= self._clock_figures()
         if self._quota.filtering:
             figures |= rollout_figures.selection_figures(draft.rows, selection, draft.rounds)
             self._warn_of_filling(draft, selection)
@@ -361,29 +359,37 @@ class GeneratedRollouts:
         )
 
     def _clocks(self) -> tuple[float, ...]:
-        """Return three clocks of this rank in seconds.
+        """Return the clocks of this rank, in seconds, and the tokens that teachers have read for it.
 
-        The clocks are the time, the total time of its waits for responses, and the total time in which it had requests
-        to generate.
+        The clocks are the time, the total time of its waits for responses, the total time in which it had requests
+        to generate and, after the tokens, the total time in which teachers had its responses to score.
         """
-        return time.monotonic(), self._waited_s, self.engine.busy_s
+        teacher_clocks = (0.0, 0.0) if self.teachers is None else self.teachers.clocks
+        return time.monotonic(), self._waited_s, self.engine.busy_s, *teacher_clocks
 
-    def _idle_shares(self) -> dict[str, float]:
-        """Return two shares of the time since the previous batch: the trainers' waits, and the servers' idle time.
+    def _clock_figures(self) -> dict[str, float]:
+        """Return the trainers' waits and the servers' idle time since the previous batch, and the speed of teachers.
 
-        Trainers wait for responses. The servers count as idle while a leader has nothing to generate. Both shares are
-        means over the leaders.
+        Trainers wait for responses. The servers count as idle while a leader has nothing to generate. Both are shares
+        of the time, as means over the leaders. Teachers are as fast as those of the slowest leader.
         """
         clocks = self._clocks()
-        elapsed_s, waited_s, busy_s = np.subtract(clocks, self._previous_clocks).tolist()
+        elapsed_s, waited_s, busy_s, *teacher_clocks = np.subtract(
+            clocks, self._previous_clocks
+        ).tolist()
         self._previous_clocks = clocks
         # Avoid a division by 0: two reads of the clock may be equal.
         elapsed_s = max(elapsed_s, 1e-9)
         idle_share = max(0.0, 1 - busy_s / elapsed_s)
-        shares = all_gather_json([waited_s / elapsed_s, idle_share])
-        leader_shares = [shares[leader] for leader in self.topology.leaders]
-        mean_waited, mean_idle = np.mean(leader_shares, axis=0).tolist()
-        return {metric_names.TRAINERS_WAITED: mean_waited, metric_names.SERVERS_IDLE: mean_idle}
+        rows = all_gather_json([waited_s / elapsed_s, idle_share, *teacher_clocks])
+        leader_rows = np.array([rows[leader] for leader in self.topology.leaders])
+        mean_waited, mean_idle, *_ = leader_rows.mean(axis=0).tolist()
+        figures = {metric_names.TRAINERS_WAITED: mean_waited, metric_names.SERVERS_IDLE: mean_idle}
+        tokens, longest_s = leader_rows[:, 2].sum(), max(leader_rows[:, 3].max(), 1e-9)
+        if tokens:
+            figures[metric_names.TEACHER_SECONDS] = float(longest_s)
+            figures[metric_names.TEACHER_SPEED] = float(tokens / longest_s)
+        return figures
 
     def _warn_of_filling(self, draft: _Draft, selection: Selection) -> None:
         """Log a warning if groups of zero variance fill the batch because too few other groups were generated."""

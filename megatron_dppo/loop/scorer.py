@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data.thoughts import TurnText
 from megatron_dppo.data.trajectory import Problem, Trajectory
+from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.turn_text import ResponseReader
 from megatron_dppo.rewards import RewardInput, form_read_by
 from megatron_dppo.rewards.result import USABLE_NUMBER, is_usable
@@ -22,7 +25,6 @@ from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError
 if TYPE_CHECKING:
     from megatron_dppo.config.schema import TrainConfig
     from megatron_dppo.loop.inputs import RunData
-    from megatron_dppo.loop.teachers import TeacherAnswer
 
 _TEACHER = "a teacher"
 """Name of a teacher's scores among the rewards, which have names of the configuration."""
@@ -40,14 +42,15 @@ class PendingScore:
         weights: the weight of each reward of the run, by its name.
         problem: the problem that the response answers; None if no reward is computed.
         place_of: finds the problem in the data, for errors.
-        teacher: the scores of the problem's teacher; None without a teacher, or if the response has them.
+        teacher: the columns of the problem's teacher, or EngineError if it has no scores; None without a teacher, or if
+            the response has them.
     """
 
     scores: Mapping[str, Future[Score]]
     weights: Mapping[str, float]
     problem: Problem | None = None
     place_of: PlaceOf | None = None
-    teacher: Future[TeacherAnswer] | None = None
+    teacher: Future[dict[str, np.ndarray]] | None = None
 
     @classmethod
     def known(cls, score: Score) -> Self:
@@ -92,9 +95,11 @@ class PendingScore:
                 raise VerifierError(f"{self._place()}reward {name}: {error}") from error
         score = weighted_sum(scores, self.weights)
         if self.teacher is not None:
-            reason = self.teacher.result().unavailable
-            if reason is not None and score.refusal is None:
-                return Score.without_value(reason)
+            try:
+                self.teacher.result()
+            except EngineError as error:
+                if score.refusal is None:
+                    return Score.without_value(str(error))
         if score.refusal is not None:
             return replace(score, refusal=self._place() + score.refusal)
         return score
@@ -103,7 +108,7 @@ class PendingScore:
         """Return the response with its teacher's columns, once ``result`` has a value."""
         if self.teacher is None:
             return response
-        return response.extended(**self.teacher.result().columns)
+        return response.extended(**self.teacher.result())
 
     def _place(self) -> str:
         """Return file and line of the problem, or else its id, with a colon; empty without a problem."""

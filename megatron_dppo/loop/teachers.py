@@ -6,20 +6,19 @@ import asyncio
 import logging
 import re
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.config.distillation import key_of, longest_prompt
-from megatron_dppo.config.schema import TeacherConfig, TrainConfig
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import PromptForm, load_tokenizer, tokenise
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Problem, Trajectory
@@ -30,11 +29,10 @@ from megatron_dppo.fleet.generation import Slots
 from megatron_dppo.fleet.teachers import TeacherClient
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.metrics import records
-from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.files import write_atomically
-from megatron_dppo.trainer.collectives import all_gather_json, on_rank_0
+from megatron_dppo.trainer.collectives import on_rank_0
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +43,6 @@ _CHECKED_TOKENS = 512
 _CHECKED_TOP_K = 64
 """At the start each server scores the first tokens of some prompts. Most of these tokens are in a TopK of 64 ids, so
 that both log-probabilities of a token are compared."""
-
-
-@dataclass(frozen=True)
-class TeacherAnswer:
-    """The columns of one response. ``unavailable``: the reason why its teacher has no scores; None if it has them."""
-
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    unavailable: str | None = None
 
 
 class TeacherPrompts:
@@ -83,7 +73,7 @@ class TeacherPrompts:
             name = self.teacher_of(problem)
             if name not in problems:
                 raise DataError(
-                    f"{_place(data, problem)}: metadata.{self._key} (distillation.teacher_key): got "
+                    f"{data.place_of(problem.prompt_ids)}: metadata.{self._key} (distillation.teacher_key): got "
                     f"{problem.metadata.get(self._key)!r}, expected one of {', '.join(self._names)}"
                 )
             problems[name].append(problem)
@@ -91,7 +81,7 @@ class TeacherPrompts:
             tokenizer = load_tokenizer(teacher.hf_checkpoint)
             _check_tokens(name, policy_tokens, tokenizer)
             if teacher.prompt_template is not None:
-                self._add_prompts(config, name, teacher, tokenizer, problems[name], data)
+                self._add_prompts(config, name, tokenizer, problems[name], data)
                 continue
             is_other = tokenizer.chat_template != policy_tokenizer.chat_template
             if is_other and config.data.apply_chat_template:
@@ -126,11 +116,11 @@ class TeacherPrompts:
         self,
         config: TrainConfig,
         name: str,
-        teacher: TeacherConfig,
         tokenizer: PreTrainedTokenizerBase,
         problems: list[Problem],
         data: RunData,
     ) -> None:
+        teacher = config.distillation.teachers[name]
         assert teacher.prompt_template is not None
         settings = config.data
         form = PromptForm(settings.apply_chat_template, arguments=settings.chat_template_arguments)
@@ -140,15 +130,17 @@ class TeacherPrompts:
             try:
                 texts.append(filled(teacher.prompt_template, problem))
             except KeyError as error:
-                raise DataError(f"{_place(data, problem)}: {key}: {error.args[0]}") from error
+                raise DataError(
+                    f"{data.place_of(problem.prompt_ids)}: {key}: {error.args[0]}"
+                ) from error
         most = longest_prompt(config, teacher)
         locations = [f"{key} for problem {problem.problem_id}" for problem in problems]
         prompts = tokenise(tokenizer, texts, form, locations)
         for problem, prompt in zip(problems, prompts, strict=True):
             if len(prompt) > most:
                 raise DataError(
-                    f"{_place(data, problem)}: {key}: got a prompt of {len(prompt)} tokens, expected at most {most} "
-                    f"({key_of(name)}.max_prompt_tokens)"
+                    f"{data.place_of(problem.prompt_ids)}: {key}: got a prompt of {len(prompt)} tokens, expected at "
+                    f"most {most} ({key_of(name)}.max_prompt_tokens)"
                 )
             self._prompts[problem.problem_id] = prompt
 
@@ -167,10 +159,6 @@ def filled(template: str, problem: Problem) -> str:
         return str(values[match[1]])
 
     return _FIELD.sub(value_of, template)
-
-
-def _place(data: RunData, problem: Problem) -> str:
-    return data.place_of(problem.prompt_ids) or f"problem {problem.problem_id}"
 
 
 def _tokens_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
@@ -225,11 +213,10 @@ def _read_scores(path: Path) -> dict[str, _FirstScores]:
 
 def _template_warning(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a warning about a teacher without a prompt template. ``tokenizer``: the teacher's."""
-    difference = "another chat template than the policy's"
-    if tokenizer.chat_template is None:
-        difference = "no chat template"
+    difference = "no" if tokenizer.chat_template is None else "another"
     return (
-        f"teacher {name}: its tokenizer has {difference}, and it sees the prompts in the policy's form; "
+        f"teacher {name}: its tokenizer has {difference} chat template, unlike the policy's, and it sees the prompts "
+        "in the policy's form; "
         f"{key_of(name)}.prompt_template, such as '{{prompt}}', renders them in the teacher's own form"
     )
 
@@ -259,27 +246,23 @@ class Teachers:
         *,
         is_leader: bool,
     ) -> None:
-        if is_leader:
-            self._prompts = TeacherPrompts(config, data)
+        self._config = config.distillation
         self._scores_path = Path(config.run.directory) / records.TEACHERS_FILE
-        self._folders = {n: t.hf_checkpoint for n, t in config.distillation.teachers.items()}
-        self._top_k = config.distillation.top_k
         self._vocabulary = spec.model.shape.vocab_size
         self._runner = AsyncRunner()
         self._clients: dict[str, TeacherClient] = {}
-        for teacher in spec.teachers:
-            self._clients[teacher.name] = TeacherClient(
-                teacher,
-                record,
-                config.engine,
-                request_timeout_s=config.distillation.request_timeout_s,
-                concurrency=config.rollout.max_concurrent_requests,
-                stop=stop,
-            )
         self._in_flight = Slots(sys.maxsize)
         """Measures the time with responses in flight. The clients limit their calls."""
         self._tokens = 0
-        self._previous_counts = np.zeros(2)
+        if not is_leader:
+            return
+        self._prompts = TeacherPrompts(config, data)
+        top_k = min(max(self._config.top_k, _CHECKED_TOP_K), self._vocabulary)
+        sequences = [
+            ScoredTokens(ids, 1, top_k, self._vocabulary) for ids in self._prompts.examples
+        ]
+        for teacher in spec.teachers:
+            self._clients[teacher.name] = TeacherClient(config, teacher, record, sequences, stop)
 
     def connect(self, *, is_fresh: bool) -> None:
         """Wait for a server of each teacher, and check the servers, now and when others join later. Collective.
@@ -288,20 +271,19 @@ class Teachers:
         later start compares the scores with the kept ones, so that other weights under the same name are noticed.
         Raises EngineError, and RecordsError for a damaged file of scores.
         """
-        rows = on_rank_0(partial(self._check, is_fresh=is_fresh))
-        for name, scores in _KEPT_SCORES.validate_python(rows).items():
-            sequences = self._sequences(scores.prompts)
-            self._clients[name].expect(sequences, scores.log_probs, "at the run's start")
+        scores = on_rank_0(partial(self._check, is_fresh=is_fresh))
+        for name, client in self._clients.items():
+            client.expect(scores[name], "at the run's start")
 
-    def _check(self, *, is_fresh: bool) -> dict[str, Any]:
-        """Check the servers on rank 0. Return the scores to keep of each teacher, as values of JSON."""
+    def _check(self, *, is_fresh: bool) -> dict[str, list[list[float]]]:
+        """Check the servers on rank 0, and keep their scores of the examples. Return the log-probabilities."""
         for warning in self._prompts.warnings:
             log.warning("%s", warning)
         prompts = self._prompts.examples
         kept = {} if is_fresh else _read_scores(self._scores_path)
         checked: dict[str, _FirstScores] = {}
         for name, client in self._clients.items():
-            folder = Path(self._folders[name]).name
+            folder = Path(self._config.teachers[name].hf_checkpoint).name
             earlier = kept.get(name)
             if earlier is not None and (earlier.folder, earlier.prompts) != (folder, prompts):
                 log.warning(
@@ -313,46 +295,30 @@ class Teachers:
                 )
                 earlier = None
             log_probs = None if earlier is None else earlier.log_probs
-            scores = self._runner.run(client.check(self._sequences(prompts), log_probs))
-            checked[name] = _FirstScores(folder, prompts, scores)
+            checked[name] = _FirstScores(folder, prompts, self._runner.run(client.check(log_probs)))
         write_atomically(self._scores_path, _KEPT_SCORES.dump_json(checked).decode())
-        rows: dict[str, Any] = _KEPT_SCORES.dump_python(checked, mode="json")
-        return rows
+        return {name: scores.log_probs for name, scores in checked.items()}
 
-    def _sequences(self, prompts: Sequence[tuple[int, ...]]) -> list[ScoredTokens]:
-        top_k = min(max(self._top_k, _CHECKED_TOP_K), self._vocabulary)
-        return [ScoredTokens(prompt, 1, top_k, self._vocabulary) for prompt in prompts]
-
-    def submit(self, problem: Problem, response: Trajectory) -> Future[TeacherAnswer]:
-        """Start to score a response to ``problem``; returns at once."""
+    def submit(self, problem: Problem, response: Trajectory) -> Future[dict[str, np.ndarray]]:
+        """Start to score a response to ``problem``; returns its columns at once, or EngineError without scores."""
         client = self._clients[self._prompts.teacher_of(problem)]
         return self._runner.submit(self._score(client, self._prompts.seen(problem, response)))
 
-    async def _score(self, client: TeacherClient, response: Trajectory) -> TeacherAnswer:
+    async def _score(self, client: TeacherClient, response: Trajectory) -> dict[str, np.ndarray]:
         try:
             async with self._in_flight.taken(0):
                 columns = await score_response(
-                    client.score, response, self._top_k, self._vocabulary
+                    client.score, response, self._config.top_k, self._vocabulary
                 )
         except EngineError as error:
-            return TeacherAnswer(unavailable=f"teacher {client.name}: {error}")
+            raise EngineError(f"teacher {client.name}: {error}") from error
         self._tokens += response.length
-        return TeacherAnswer(columns)
+        return columns
 
-    def take_figures(self) -> dict[str, float]:
-        """Return the seconds and the speed of all ranks' scores since the last call. Collective."""
-        counts = np.array([self._tokens, self._in_flight.busy_s])
-        by_rank = np.array(all_gather_json((counts - self._previous_counts).tolist()))
-        self._previous_counts = counts
-        tokens = float(by_rank[:, 0].sum())
-        longest_s = float(by_rank[:, 1].max())
-        if not tokens:
-            return {}
-        return {
-            metric_names.TEACHER_SECONDS: longest_s,
-            # Avoid a division by 0: two reads of the clock may be equal.
-            metric_names.TEACHER_SPEED: tokens / max(longest_s, 1e-9),
-        }
+    @property
+    def clocks(self) -> tuple[float, float]:
+        """Return the tokens that the teachers have read for this rank, and the seconds with responses in flight."""
+        return self._tokens, self._in_flight.busy_s
 
     def close(self) -> None:
         """End the calls in flight, and close the connections."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.algorithms.algorithm import Algorithm
-from megatron_dppo.algorithms.distillation import Distillation, TeacherScores
+from megatron_dppo.algorithms.distillation import Distillation, TeacherScores, TeacherTopk
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
 from megatron_dppo.algorithms.reference_penalty import reference_penalty
@@ -131,7 +131,7 @@ def teacher_scores(stats: PolicyStats, batch: PackedBatch) -> TeacherScores:
         batch.column("teacher_topk_ids"),
         sampled=(stats.log_probs, teacher_log_probs, batch.target_ids),
     )
-    return TeacherScores(teacher_log_probs, *columns)
+    return TeacherScores(teacher_log_probs, TeacherTopk(*columns))
 
 
 def sequence_ids(batch: PackedBatch, branches: Tensor) -> Tensor:

@@ -313,22 +313,21 @@ def _check_branches(
     data = RunData(config)
     scores = Teachers(config, spec, data, record, lambda: False, is_leader=True)
     problem = next(p for p in data.train.problems if p.metadata["teacher"] == "big")
-    answer = scores.submit(problem, Trajectory.of_branches(branches)).result()
+    columns = scores.submit(problem, Trajectory.of_branches(branches)).result()
     scores.close()
-    assert answer.unavailable is None
     expected = [
         float(log_probs_of(reference, tokens)[position - 1, tokens[position]])
         for tokens, mask in zip((first, second), masks, strict=True)
         for position in np.flatnonzero(mask)
     ]
-    np.testing.assert_allclose(answer.columns["teacher_log_probs"], expected, atol=1e-5, rtol=0)
-    assert answer.columns["teacher_topk_ids"].shape == (8, 5)
+    np.testing.assert_allclose(columns["teacher_log_probs"], expected, atol=1e-5, rtol=0)
+    assert columns["teacher_topk_ids"].shape == (8, 5)
 
 
-def client_of(teacher: TeacherSpec, record: RecordClient, config: TrainConfig) -> TeacherClient:
-    return TeacherClient(
-        teacher, record, config.engine, request_timeout_s=600, concurrency=4, stop=lambda: False
-    )
+def client_of(
+    teacher: TeacherSpec, record: RecordClient, config: TrainConfig, *sequences: ScoredTokens
+) -> TeacherClient:
+    return TeacherClient(config, teacher, record, sequences, lambda: False)
 
 
 def test_servers_of_a_teacher_are_followed_and_checked(material: Path, url: str) -> None:
@@ -344,8 +343,8 @@ def test_servers_of_a_teacher_are_followed_and_checked(material: Path, url: str)
     of_tokens = expected.gather(1, torch.tensor(SEQUENCES[1][5:])[:, None])[:, 0]
 
     with KeptFleet(config) as fleet, AsyncRunner() as runner:
-        client = client_of(teacher, fleet.record, config)
-        runner.run(client.check([tokens, tokens]))
+        client = client_of(teacher, fleet.record, config, tokens, tokens)
+        runner.run(client.check())
         first = next(s for s in fleet.record.teachers() if s.teacher == "big")
         # A teacher's servers never become servers of the policy.
         assert fleet.record.servers() == []
@@ -363,9 +362,9 @@ def test_servers_of_a_teacher_are_followed_and_checked(material: Path, url: str)
         attached = replace(teacher, servers=replace(teacher.servers, started=0, urls=(url,)))
         os.environ[API_KEY_VARIABLE] = KEY
         try:
-            client = client_of(replace(attached, name="attached"), fleet.record, config)
+            client = client_of(replace(attached, name="attached"), fleet.record, config, tokens)
             with pytest.raises(EngineMismatchError, match=r"serves .*model, expected .*teacher"):
-                runner.run(client.check([tokens]))
+                runner.run(client.check())
             runner.run(client.close())
         finally:
             del os.environ[API_KEY_VARIABLE]
@@ -458,12 +457,12 @@ def test_servers_of_one_teacher_have_the_same_weights(
     of_tokens = log_probs_of(reference, SEQUENCES[1])[4:]
     of_tokens = of_tokens.gather(1, torch.tensor(SEQUENCES[1][5:])[:, None])[:, 0]
     with KeptFleet(config) as fleet, AsyncRunner() as runner:
-        client = client_of(spec, fleet.record, config)
+        client = client_of(spec, fleet.record, config, tokens)
         with pytest.raises(EngineMismatchError, match=rf"{stale_url}: .* by {url}, expected"):
-            runner.run(client.check([tokens]))
+            runner.run(client.check())
         runner.run(client.close())
-        client = client_of(spec, fleet.record, config)
-        client.expect([tokens], [of_tokens.tolist()], "at the run's start")
+        client = client_of(spec, fleet.record, config, tokens)
+        client.expect([of_tokens.tolist()], "at the run's start")
         for _ in range(4):
             columns = runner.run(client.score(tokens))
             np.testing.assert_allclose(columns["teacher_log_probs"], of_tokens, atol=1e-5, rtol=0)
@@ -490,8 +489,8 @@ def test_calls_go_on_while_another_server_is_examined(
     of_tokens = expected.gather(1, torch.tensor(SEQUENCES[1][5:])[:, None])[:, 0].tolist()
     published = FleetRecord(tmp_path / "published")
     with FleetEndpoint(published, "admin", "127.0.0.1") as endpoint, AsyncRunner() as runner:
-        client = client_of(spec, RecordClient(endpoint.url, KEYS), config)
-        client.expect([tokens], [of_tokens], "at the run's start")
+        client = client_of(spec, RecordClient(endpoint.url, KEYS), config, tokens)
+        client.expect([of_tokens], "at the run's start")
 
         def score() -> None:
             columns = runner.run(asyncio.wait_for(client.score(tokens), 100))

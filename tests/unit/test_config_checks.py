@@ -8,6 +8,7 @@ from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.config.checks import check_supervised_config
 from megatron_dppo.config.layout import describe
 from megatron_dppo.config.schema import EngineConfig, SupervisedConfig
+from megatron_dppo.launch.library_checks import check_everything_supervised
 from megatron_dppo.model.splits import padded_vocab_size
 from tests.messages import mentioning, mentions
 from tests.unit.config_files import DENSE, MOE, minimal, refusals, write_config
@@ -86,6 +87,22 @@ def test_the_pairs_of_a_supervised_run_may_be_a_folder_or_a_glob(tmp_path, patte
     with pytest.raises(ConfigError) as caught:
         check_supervised_config(config)
     assert [fault.partition(":")[0] for fault in caught.value.faults] == ["data.train"]
+
+
+def test_a_supervised_run_is_refused_what_every_run_is_refused(tmp_path):
+    """A file in place of the run's folder, a set whose name can't name a metric, and an unknown tracker."""
+    tree = minimal(tmp_path)
+    data = tree["data"]["train"]
+    tree["data"] = {"train": data, "evaluation": {"a/b": data}}
+    tree["training"] = {"sequences_per_step": 1, "micro_batch_tokens": 512}
+    tree["tracking"] = {"trackers": ["nowhere"]}
+    tree["run"]["directory"] = data
+    del tree["rollout"]
+    config = SupervisedConfig.model_validate(tree)
+    with pytest.raises(ConfigError) as caught:
+        check_everything_supervised(config, "supervised.yaml")
+    keys = [fault.partition(":")[0] for fault in caught.value.faults]
+    assert keys == ["run.directory", "data.evaluation", "tracking.trackers"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from megatron_dppo.algorithms.distillation import (
     DISTANCES,
     Distillation,
     TeacherScores,
+    TeacherTopk,
     forward_kl,
     reverse_kl,
 )
@@ -162,7 +163,7 @@ def enumerated(distillation, logits, mu, teacher, ids=None):
         rows = [columns(ids, sampled) for sampled in range(V)]
         index = torch.stack([row[0] for row in rows])
         valid = torch.stack([row[1] for row in rows])
-        scores = TeacherScores(teacher, log_pi[index], teacher[index], valid)
+        scores = TeacherScores(teacher, TeacherTopk(log_pi[index], teacher[index], valid))
     _, sums = distillation.sums(tokens, scores, token_scale=mu.exp())
     return torch.autograd.grad(sums.loss, logits)[0]
 
@@ -206,9 +207,11 @@ def example(advantages, **settings):
     other_teacher = (1 - teacher.exp() - 0.01).log()
     scores = TeacherScores(
         teacher,
-        torch.stack([other_pi, tokens.log_probs], 1),
-        torch.stack([other_teacher, teacher], 1),
-        torch.ones(3, 2, dtype=torch.bool),
+        TeacherTopk(
+            torch.stack([other_pi, tokens.log_probs], 1),
+            torch.stack([other_teacher, teacher], 1),
+            torch.ones(3, 2, dtype=torch.bool),
+        ),
     )
     effective, sums = Distillation(MASKED, **settings).sums(tokens, scores)
     (gradient,) = torch.autograd.grad(sums.loss, tokens.log_probs)
@@ -300,7 +303,7 @@ def test_the_loss_that_is_recorded_has_the_teachers_part(settings, expected, sca
     tokens = inputs([0.5], [0.5], [1.0])
     log_pi = torch.stack([logs(0.3), tokens.log_probs], 1)
     valid = torch.ones(1, 2, dtype=torch.bool)
-    scores = TeacherScores(logs(0.8), log_pi, logs(0.1, 0.8)[None], valid)
+    scores = TeacherScores(logs(0.8), TeacherTopk(log_pi, logs(0.1, 0.8)[None], valid))
     token_scale = None if scale is None else torch.tensor([scale], dtype=torch.float64)
     _, sums = Distillation(MASKED, weight=2.0, **settings).sums(tokens, scores, token_scale)
     assert float(sums.metrics.sums[names.LOSS]) == pytest.approx(expected, abs=1e-5)
@@ -316,7 +319,7 @@ def test_a_tokens_factor_multiplies_the_teachers_part(loss):
         teacher = logs(*TEACHER)
         columns_of_pi = tokens.log_probs[:, None]
         valid = torch.ones(3, 1, dtype=torch.bool)
-        scores = TeacherScores(teacher, columns_of_pi, teacher[:, None], valid)
+        scores = TeacherScores(teacher, TeacherTopk(columns_of_pi, teacher[:, None], valid))
         _, sums = build().sums(tokens, scores, scale)
         gradients.append(torch.autograd.grad(sums.loss, tokens.log_probs)[0])
     assert gradients[1].tolist() == pytest.approx((2 * gradients[0]).tolist())
@@ -329,7 +332,7 @@ def test_a_policy_that_is_not_a_number_makes_the_loss_not_a_number(loss, rewards
     tokens = inputs([0.5, math.nan, 0.5], MU, [1.0, 1.0, 1.0])
     teacher = logs(*TEACHER)
     valid = torch.ones(3, 1, dtype=torch.bool)
-    scores = TeacherScores(teacher, tokens.log_probs[:, None], teacher[:, None], valid)
+    scores = TeacherScores(teacher, TeacherTopk(tokens.log_probs[:, None], teacher[:, None], valid))
     _, sums = Distillation(MASKED, loss, rewards=rewards).sums(tokens, scores)
     assert math.isnan(float(sums.loss))
 
@@ -339,7 +342,9 @@ def test_tokens_outside_of_the_loss_have_no_part():
         tokens = inputs(PI, MU, [0, 0, 0], loss_mask=[True, False, True])
         teacher = torch.tensor([math.log(0.95), -math.inf, math.log(0.8)], dtype=torch.float64)
         valid = torch.tensor([[True], [False], [True]])
-        scores = TeacherScores(teacher, tokens.log_probs[:, None], teacher[:, None], valid)
+        scores = TeacherScores(
+            teacher, TeacherTopk(tokens.log_probs[:, None], teacher[:, None], valid)
+        )
         _, sums = Distillation(UNMASKED, loss, rewards=False).sums(tokens, scores)
         (gradient,) = torch.autograd.grad(sums.loss, tokens.log_probs)
         assert torch.isfinite(sums.loss)

@@ -110,6 +110,16 @@ def test_the_servers_of_a_teacher_have_room_for_the_sequences_that_the_check_nam
     assert fault.startswith(f"distillation.teachers.t0: got sequences of {longest} tokens")
 
 
+def test_the_doctor_waits_for_a_teachers_server_as_long_as_the_run(
+    tmp_path: Path, teacher: Path
+) -> None:
+    words = [teachers(teacher), "distillation.request_timeout_s=7"]
+    config = load_config(str(write_config(tmp_path, minimal(tmp_path))), words)
+    (spec,) = RunSpec.of(config).teachers
+    serving = spec.serving_config(config)
+    assert (serving.distillation.request_timeout_s, serving.distillation.teachers) == (7, {})
+
+
 def test_a_teacher_without_the_policys_tokens_is_refused(tmp_path: Path) -> None:
     small = write_checkpoint(tmp_path / "small", DENSE | {"vocab_size": 500})
     (fault,) = faults_of(tmp_path, teachers(small), model=MOE)

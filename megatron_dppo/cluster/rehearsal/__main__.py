@@ -28,6 +28,7 @@ from megatron_dppo.cluster.rehearsal import (
     RESULT,
     attempts,
     shrinking,
+    supervised,
     tiny_model,
     tiny_sizes,
     verdict,
@@ -36,7 +37,6 @@ from megatron_dppo.cluster.rehearsal.findings import findings
 from megatron_dppo.cluster.rehearsal.layout import smaller_layout
 from megatron_dppo.cluster.rehearsal.problems import Problems, make_problems, metadata_of_toys
 from megatron_dppo.cluster.rehearsal.shrinking import Omission, RehearsalInputs
-from megatron_dppo.cluster.rehearsal.supervised import SupervisedRehearsal
 from megatron_dppo.cluster.rehearsal.tokenizer import write_tokenizer
 from megatron_dppo.cluster.rehearsal.usage import MIB, UsageByPhase, UsageSample
 from megatron_dppo.cluster.rehearsal.weights import write_model
@@ -45,6 +45,7 @@ from megatron_dppo.config import (
     SupervisedConfig,
     TrainConfig,
     check_config,
+    check_supervised_config,
     forwarded,
     load_as,
     load_config,
@@ -52,6 +53,7 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import ParallelConfig, PolicyConfig, TeacherConfig
+from megatron_dppo.data.problems import load_tokenizer
 from megatron_dppo.data.tokenizer import has_tokenizer
 from megatron_dppo.engine.server_arguments import table_faults_elsewhere
 from megatron_dppo.environments.over_http import absent_services
@@ -180,11 +182,8 @@ class Rehearsal:
             self._set_aside()
             placement = self._placement(config)
         with self.phases.phase("make the tokenizer and the problems"):
-            tokenizer_source = None
-            if has_tokenizer(config.model.hf_checkpoint):
-                tokenizer_source = config.model.hf_checkpoint
             model = self.directory / "model"
-            write_tokenizer(model, tokenizer_source)
+            tokenizer_source = self._write_tokenizer(config, model)
             problems = self._problems(config, parallel, model)
             self._print_sources(config, known_model, tokenizer_source, problems)
         with self.phases.phase("check the recipe's values"):
@@ -193,7 +192,8 @@ class Rehearsal:
         has_own_tokenizer = tokenizer_source is not None
         inputs = self._inputs(config, model, problems, has_own_tokenizer=has_own_tokenizer)
         with self.phases.phase("make a tiny model and the rehearsal's configuration"):
-            self._make_model(config, parallel, known_model, inputs)
+            longest = shrinking.longest_sequence(config.environment, inputs.longest_prompt)
+            self._make_model(config, parallel, known_model, inputs, longest)
             rehearsal_config = shrinking.shrink(config, parallel, inputs)
             path = self.directory / CONFIG
             changes = shrinking.changed_values(config, rehearsal_config)
@@ -206,9 +206,7 @@ class Rehearsal:
         if self.options.dry_run:
             say(f"nothing was started; megatron-dppo train {path} is the rehearsal's run")
             return 0
-        omissions = list(problems.absent)
-        if known_model.missing:
-            omissions.append(Omission("model.hf_checkpoint", known_model.missing))
+        omissions = _absent_parts(known_model, problems)
         omissions += shrinking.omissions(config, parallel, inputs)
         if self.options.on_nodes is not None:
             entries = [asdict(omission) for omission in omissions]
@@ -233,30 +231,42 @@ class Rehearsal:
             known_model = self._known_model(config)
             self._set_aside()
             placement = self._placement(config)
-        rehearsal = SupervisedRehearsal(
-            self.recipe,
-            config,
-            self._layout(config),
-            known_model,
-            self.directory,
-            self.phases.phase,
-            say,
-            self.usage,
-        )
-        path = self.directory / CONFIG
-        rehearsal_config = rehearsal.prepare(path)
+            parallel = self._layout(config)
+        model = self.directory / "model"
+        with self.phases.phase("make the tokenizer and the data"):
+            tokenizer_source = self._write_tokenizer(config, model)
+            turns = supervised.make_turns(
+                config.data, load_tokenizer(model), self.directory / "problems"
+            )
+            self._refuse_absent(turns)
+        with self.phases.phase("make a tiny model and the rehearsal's configuration"):
+            inputs = RehearsalInputs(
+                directory=self.run_directory,
+                model=model,
+                train=turns.train,
+                evaluation=turns.evaluation,
+                longest_prompt=turns.longest,
+                has_own_tokenizer=tokenizer_source is not None,
+            )
+            self._make_model(config, parallel, known_model, inputs, turns.longest)
+            rehearsal_config = supervised.shrink(config, parallel, inputs)
+            check_supervised_config(rehearsal_config, str(self.recipe))
+            path = self.directory / CONFIG
+            path.write_text(resolved_yaml(rehearsal_config), encoding="utf-8")
         if self.options.dry_run:
             say(f"nothing was started; megatron-dppo supervised {path} is the rehearsal's run")
             return 0
-        runs = rehearsal.train(path)
-        parts = ["supervised training", "checkpoint, stop, resume, held-out loss, export"]
+        runs = self._run_planned(supervised.PLANNED_RUNS, path, supervised.STEPS, supervised.FORM)
+        omissions = supervised.omissions(
+            config, parallel, has_own_tokenizer=inputs.has_own_tokenizer
+        )
         return self._conclude(
             runs,
             rehearsal_config,
-            parts,
-            rehearsal.omissions,
+            supervised.EXERCISED,
+            [*_absent_parts(known_model, turns), *omissions],
             placement,
-            lambda: rehearsal.findings(rehearsal_config),
+            lambda: supervised.findings(rehearsal_config),
         )
 
     def run_prepared(self) -> int:
@@ -332,17 +342,27 @@ class Rehearsal:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
         self.directory.mkdir(parents=True, exist_ok=True)
 
-    def _problems(self, config: TrainConfig, parallel: ParallelConfig, model: Path) -> Problems:
-        from megatron_dppo.data.problems import load_tokenizer
+    def _write_tokenizer(self, config: PolicyConfig, model: Path) -> str | None:
+        """Write the recipe's tokenizer, or a byte-level one, into ``model``; return the folder of the recipe's."""
+        source = None
+        if has_tokenizer(config.model.hf_checkpoint):
+            source = config.model.hf_checkpoint
+        write_tokenizer(model, source)
+        return source
 
+    def _refuse_absent(self, problems: Problems) -> None:
+        """Raise ConfigError with ``--strict`` if files of data are absent."""
+        if problems.absent and self.options.strict:
+            faults = [f"{omission.key}: {omission.reason}" for omission in problems.absent]
+            raise ConfigError(faults, str(self.recipe))
+
+    def _problems(self, config: TrainConfig, parallel: ParallelConfig, model: Path) -> Problems:
         tokenizer = load_tokenizer(model)
         count = shrinking.problems_needed(config, parallel)
         folder = self.directory / "problems"
         toy_metadata = metadata_of_toys(config.reward, config.environment)
         problems = make_problems(config.data, tokenizer, folder, count, toy_metadata)
-        if problems.absent and self.options.strict:
-            faults = [f"{omission.key}: {omission.reason}" for omission in problems.absent]
-            raise ConfigError(faults, str(self.recipe))
+        self._refuse_absent(problems)
         return problems
 
     def _check_recipe(
@@ -428,27 +448,25 @@ class Rehearsal:
 
     def _make_model(
         self,
-        config: TrainConfig,
+        config: PolicyConfig,
         parallel: ParallelConfig,
         known_model: KnownModel,
         inputs: RehearsalInputs,
+        longest: int,
     ) -> None:
-        longest = shrinking.longest_sequence(config.environment, inputs.longest_prompt)
-        sizes = tiny_sizes.tiny_sizes(
-            parallel.sizes,
-            known_model.shape,
-            longest,
-            all_to_all=config.megatron.get("cp_comm_type") == "a2a",
-        )
-        ranks_of_server = server_ranks(config.sglang)
+        """Write a tiny model of the recipe's family. ``longest``: tokens of the longest sequence."""
         shape = known_model.shape
-        if config.engine.quantization is not None:
-            sizes = tiny_sizes.sizes_for_blocks(sizes, parallel.sizes, shape, ranks_of_server)
-        elif inputs.on_gpus:
-            sizes = tiny_sizes.sizes_for_kernels(sizes, parallel.sizes, shape, ranks_of_server)
+        all_to_all = config.megatron.get("cp_comm_type") == "a2a"
+        sizes = tiny_sizes.tiny_sizes(parallel.sizes, shape, longest, all_to_all=all_to_all)
+        if isinstance(config, TrainConfig):
+            ranks_of_server = server_ranks(config.sglang)
+            if config.engine.quantization is not None:
+                sizes = tiny_sizes.sizes_for_blocks(sizes, parallel.sizes, shape, ranks_of_server)
+            elif inputs.on_gpus:
+                sizes = tiny_sizes.sizes_for_kernels(sizes, parallel.sizes, shape, ranks_of_server)
         values = tiny_model.tiny_config(known_model, sizes, own_tokenizer=inputs.has_own_tokenizer)
         count = write_model(inputs.model, values, config.model.dtype, config.run.seed)
-        say(f"  a random {known_model.shape.family} of {count:,} parameters: {sizes.describe()}")
+        say(f"  a random {shape.family} of {count:,} parameters: {sizes.describe()}")
 
     def _print_estimate(self, rehearsal_config: TrainConfig) -> None:
         """Print a rough estimate of the runs' memory and time, and warn of too little memory."""
@@ -482,18 +500,11 @@ class Rehearsal:
         last = rehearsal_config.run.steps
         first_label = f"start, train, be stopped after step {STOP_AFTER}"
         second_label = "start again, resume, train, evaluate, export, compare"
-        runs = attempts.run_planned(
-            (
-                attempts.PlannedRun(first_label, _first_phases, STOP_AFTER),
-                attempts.PlannedRun(second_label, _resumed_phases(last)),
-            ),
-            path,
-            self.run_directory,
-            self.usage,
-            self.phases.phase,
-            last=last,
-            form=self.form,
+        planned_runs = (
+            attempts.PlannedRun(first_label, _first_phases, STOP_AFTER),
+            attempts.PlannedRun(second_label, _resumed_phases(last)),
         )
+        runs = self._run_planned(planned_runs, path, last, self.form)
         code = self._conclude(
             runs,
             rehearsal_config,
@@ -505,6 +516,23 @@ class Rehearsal:
         if code == 0:
             CONSOLE.print(f"next:\n  {self._next_commands()}", soft_wrap=True, markup=False)
         return code
+
+    def _run_planned(
+        self,
+        planned_runs: Sequence[attempts.PlannedRun],
+        path: Path,
+        last: int,
+        form: attempts.RunForm,
+    ) -> list[attempts.RehearsalRun]:
+        return attempts.run_planned(
+            planned_runs,
+            path,
+            self.run_directory,
+            self.usage,
+            self.phases.phase,
+            last=last,
+            form=form,
+        )
 
     def _findings(self, rehearsal_config: TrainConfig, *, was_resumed: bool) -> list[VerdictRow]:
         """Compare the results of the finished runs with the bounds of healthy runs, and print the runs' phases."""
@@ -603,6 +631,14 @@ class Rehearsal:
         }
         text = json.dumps(result, indent=2) + "\n"
         (self.directory / RESULT).write_text(text, encoding="utf-8")
+
+
+def _absent_parts(known_model: KnownModel, problems: Problems) -> list[Omission]:
+    """Return the omissions of the recipe's files and model that are not on this machine."""
+    omissions = list(problems.absent)
+    if known_model.missing:
+        omissions.append(Omission("model.hf_checkpoint", known_model.missing))
+    return omissions
 
 
 def _write_folder(folder: Path, known_model: KnownModel, tokenizer_source: str | None) -> str:

@@ -31,11 +31,7 @@ PhaseOf = Callable[[int], str]
 _LOOK_EVERY_S = 0.2
 _MEASURE_EVERY_S = 4.0
 _KEPT_LINES = 40
-_KEY = re.compile(
-    r"\b(?:run|model|head|lora|data|rollout|algorithm|reward|environment|parallel|training|optimizer|engine|sglang"
-    r"|weight_sync|evaluation|checkpoint|megatron|megatron_ddp|megatron_optimizer|tracking|profile)"
-    r"\.[a-z_]+(?:\.[a-z_]+)*"
-)
+_KEY = re.compile(rf"\b(?:{'|'.join(TrainConfig.model_fields)})\.[a-z_]+(?:\.[a-z_]+)*")
 _EXCEPTION = re.compile(r"[\w.]*Error\b.*:")
 _KEYS_OF_ERRORS = {
     "VerifierError": "reward.name",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ class Problems:
     Attributes:
         train: paths, in the order of the recipe's ``data.train``.
         evaluation: paths by the name of the set.
-        longest: tokens of the longest prompt.
+        longest: tokens of the longest prompt; of the longest sequence in a supervised recipe.
         absent: the files that toy problems replace.
     """
 
@@ -87,14 +88,9 @@ def make_problems(
     longest = 1
     for number, (key, file, row_count) in enumerate(files):
         path = folder / f"{number}.jsonl"
-        omission = missing_file(key, file.path)
-        if omission is None:
-            rows = _shortest_rows(key, file, row_count)
-        else:
-            absent.append(omission)
-            toys = toy_rows(row_count, seed=number)
-            rows = [_under_keys(row, file, toy_metadata or {}) for row in toys]
-        write_rows(path, rows)
+        toys = [_under_keys(row, file, toy_metadata or {}) for row in toy_rows(row_count, number)]
+        own_rows = partial(_shortest_rows, key, file, row_count)
+        absent += write_rows(path, key, file.path, own_rows, toys)
         longest = max(longest, _longest_prompt(key, path, file, tokenizer, form))
         paths.append(str(path))
     train_count = len(data.train_files)
@@ -103,18 +99,30 @@ def make_problems(
     return Problems(tuple(paths[:train_count]), evaluation, longest, tuple(absent))
 
 
-def missing_file(key: str, path: str) -> Omission | None:
-    """Return the omission of a data file that toy sums replace; None if all files of ``path`` are here."""
-    fault = data_files(path).fault
-    if fault is None:
-        return None
-    return Omission(key, f"{path} is not here (expected {fault}); toy sums replace it")
+def write_rows(
+    path: Path,
+    key: str,
+    source: str,
+    own_rows: Callable[[], Sequence[Mapping[str, Any]]],
+    toys: Sequence[Mapping[str, Any]],
+) -> list[Omission]:
+    """Write rows of the recipe's files at ``source`` to the JSONL file ``path``, or toys if the files are not here.
 
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write ``rows`` as a JSONL file."""
+    Returns the omission of the files if toys replace them. Raises DataError for a fault of ``own_rows``, after ``key``.
+    """
+    omissions: list[Omission] = []
+    if fault := data_files(source).fault:
+        reason = f"{source} is not here (expected {fault}); toy sums replace it"
+        omissions.append(Omission(key, reason))
+        rows = toys
+    else:
+        try:
+            rows = own_rows()
+        except DataError as error:
+            raise DataError(f"{key}: {error}") from error
     text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
     path.write_text(text, encoding="utf-8")
+    return omissions
 
 
 def toy_rows(count: int, seed: int) -> list[dict[str, str]]:
@@ -128,16 +136,11 @@ def toy_rows(count: int, seed: int) -> list[dict[str, str]]:
 
 def _shortest_rows(key: str, file: ProblemFile, count: int) -> list[Mapping[str, Any]]:
     """Select the rows with the shortest prompts at the beginning of the file, in the file's order."""
-    try:
-        # Check every row of the file. The rehearsal needs rows, not these problems.
-        read_problems(file.path, DataKeys.of(file))
-        records = read_all_records(file.path).records[:FIRST_ROWS]
-    except DataError as error:
-        raise DataError(f"{key}: {error}") from error
+    # Check every row of the file. The rehearsal needs rows, not these problems.
+    read_problems(file.path, DataKeys.of(file))
+    records = read_all_records(file.path).records[:FIRST_ROWS]
     if len(records) < count and key == "data.train":
-        raise DataError(
-            f"{key}: {file.path} has {len(records)} problems, expected at least {count}"
-        )
+        raise DataError(f"{file.path} has {len(records)} problems, expected at least {count}")
     lengths = [len(text_of(prompt_of(row, file.path, file.prompt_key))) for row in records]
     shortest_first = sorted(range(len(records)), key=lengths.__getitem__)
     return [records[position] for position in sorted(shortest_first[:count])]

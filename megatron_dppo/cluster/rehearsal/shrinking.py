@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -35,9 +35,9 @@ _TURNS = 2
 """Largest number of turns of an episode."""
 _GROUP_SIZE = 4
 """Largest number of responses for each prompt."""
-_CHECKPOINTS = 2
+CHECKPOINTS = 2
 """Number of checkpoints to keep."""
-_MICRO_BATCH_SEQUENCES = 2
+MICRO_BATCH_SEQUENCES = 2
 """Sequences of the greatest length in a micro-batch."""
 _TEACHER_TOP_K = 64
 """Largest K of a teacher's TopK; every tiny vocabulary has more tokens."""
@@ -71,7 +71,7 @@ class RehearsalInputs:
         directory: folder of the run.
         model: the tiny model's folder.
         train, evaluation: files of problems.
-        longest_prompt: tokens of the longest prompt.
+        longest_prompt: tokens of the longest prompt; of the longest sequence in a supervised recipe.
         has_own_tokenizer: whether the tokenizer is the recipe's own.
         servers: number of servers to start.
         unreachable: keys of tables whose service does not answer, each with the reason.
@@ -148,18 +148,26 @@ def shrink(config: TrainConfig, parallel: ParallelConfig, inputs: RehearsalInput
         parallel: the layout to rehearse: the recipe's own layout, or a smaller layout (``smaller_layout``).
         inputs: the model, the problems and the folder of the rehearsal.
     """
-    values = merged(config.model_dump(), _changes(config, parallel, inputs))
-    # Replace these tables as a whole: a merge would keep the keys to drop.
     dropped_keys = _dropped_options(config, inputs)
     if not inputs.on_gpus:
         dropped_keys["sglang"] += ENGINE_SIZES
-    for table, keys in dropped_keys.items():
-        options = getattr(config, table)
-        values[table] = {key: value for key, value in options.items() if key not in keys}
+    values = changed_tables(config, _changes(config, parallel, inputs), dropped_keys)
     values["data"] = {**values["data"], **_data(config, inputs)}
     values["reward"] = _reward(config, inputs)
     values["distillation"] = _distillation(config, inputs)
     return TrainConfig.model_validate(values)
+
+
+def changed_tables(
+    config: PolicyConfig, changes: Mapping[str, Any], dropped_keys: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    """Return the tables of ``config`` with ``changes``, and without the ``dropped_keys`` of each table of options."""
+    values = merged(config.model_dump(), changes)
+    # Replace these tables as a whole: a merge would keep the keys to drop.
+    for table, keys in dropped_keys.items():
+        options = getattr(config, table)
+        values[table] = {key: value for key, value in options.items() if key not in keys}
+    return values
 
 
 def _changes(
@@ -205,7 +213,7 @@ def _changes(
         "environment": _environment(config, inputs),
         "training": {
             "prompts_per_mini_batch": prompts_per_mini_batch,
-            "micro_batch_tokens": _MICRO_BATCH_SEQUENCES * longest,
+            "micro_batch_tokens": MICRO_BATCH_SEQUENCES * longest,
         },
         "engine": {
             "servers": inputs.servers,
@@ -227,7 +235,7 @@ def _changes(
         "evaluation": {"every": STEPS, "samples_per_prompt": 1, "max_response_tokens": None},
         "checkpoint": {
             "every": 1,
-            "keep": _CHECKPOINTS,
+            "keep": CHECKPOINTS,
             "export_hf": True,
             "verify_export": True,
             "upload": None,

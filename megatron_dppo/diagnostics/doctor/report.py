@@ -297,7 +297,7 @@ class Doctor:
                     )
                     found.append(topk_doctor.examine(topk_side))
             except (OSError, ValueError, RuntimeError) as error:
-                self._unexamined[f"teacher {case.name}"] = str(error)
+                self._unexamined[case.name] = str(error)
                 continue
             for teacher in found:
                 tokens = [replace(t, response=case.positions[t.response]) for t in teacher.tokens]

@@ -26,7 +26,7 @@ from megatron_dppo.fleet.endpoint import record_of_command
 from megatron_dppo.fleet.record import Keys
 from megatron_dppo.fleet.teachers import scores_by
 from megatron_dppo.loop.teachers import TeacherPrompts, score_response
-from megatron_dppo.spec import RunSpec
+from megatron_dppo.spec import RunSpec, TeacherSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 
 COLUMN = "teacher_log_probs"
@@ -39,18 +39,16 @@ class TeacherCase:
     """The responses that a teacher scores.
 
     Attributes:
-        name: name of the teacher.
+        teacher: the teacher.
         config: configuration of the teacher's servers.
         positions: positions of the responses in the run's batch.
         batch: the responses as the teacher sees them.
-        vocabulary: size of the teacher's vocabulary.
     """
 
-    name: str
+    teacher: TeacherSpec
     config: TrainConfig
     positions: Sequence[int]
     batch: Sequence[Trajectory]
-    vocabulary: int
 
     @property
     def folder(self) -> Path:
@@ -59,11 +57,10 @@ class TeacherCase:
 
     def sides(self, unexamined: dict[str, str]) -> Iterator[Side]:
         """Yield the saved scores, then each server's. If a server has none, the reason goes into ``unexamined``."""
-        name = self._side_name
         if all(COLUMN in t.columns for t in self.batch):
-            yield self._side(name, [t.column(COLUMN) for t in self.batch])
+            yield self._side(self.name, [t.column(COLUMN) for t in self.batch])
         for url in self._urls(unexamined):
-            server_name = f"{name} at {url}"
+            server_name = f"{self.name} at {url}"
             try:
                 with AsyncRunner() as runner:
                     scores = runner.run(self._scores_by(url))
@@ -80,11 +77,12 @@ class TeacherCase:
         for t in self.batch:
             log_probs = torch.from_numpy(t.column(TOPK_LOG_PROBS).astype(np.float64))
             masses.append(_mass(t, log_probs).numpy())
-        return self._side(f"{self._side_name}, Top-K", masses)
+        return self._side(f"{self.name}, Top-K", masses)
 
     @property
-    def _side_name(self) -> str:
-        return f"teacher {self.name}"
+    def name(self) -> str:
+        """Name of the side of the saved scores. The other sides' names begin with it."""
+        return f"teacher {self.teacher.name}"
 
     def _side(self, name: str, scores: Sequence[np.ndarray]) -> Side:
         log_probs = tuple(torch.from_numpy(row.astype(np.float64)) for row in scores)
@@ -92,21 +90,22 @@ class TeacherCase:
 
     def _urls(self, unexamined: dict[str, str]) -> list[str]:
         """Return the addresses of the teacher's servers: attached ones, and those that the run runs now."""
-        urls = list(self.config.engine.urls)
+        urls = list(self.teacher.servers.urls)
         try:
             servers = record_of_command(self.config.run.directory).teachers()
         except (EngineError, ValueError) as error:
-            unexamined[f"started servers of teacher {self.name}"] = str(error)
+            unexamined[f"started servers of {self.name}"] = str(error)
             return urls
-        return urls + [server.url for server in servers if server.teacher == self.name]
+        return urls + [server.url for server in servers if server.teacher == self.teacher.name]
 
     async def _scores_by(self, url: str) -> list[np.ndarray]:
         keys = Keys.of_environment()
+        vocabulary = self.teacher.model.shape.vocab_size
         async with EngineClient(url, keys.api, ca_file=self.config.engine.ca_file) as client:
             score = partial(scores_by, client)
             async with asyncio.timeout(self.config.distillation.request_timeout_s):
                 rows = await asyncio.gather(
-                    *(score_response(score, t, 0, self.vocabulary) for t in self.batch)
+                    *(score_response(score, t, 0, vocabulary) for t in self.batch)
                 )
         return [columns[COLUMN] for columns in rows]
 
@@ -143,7 +142,5 @@ def teacher_cases(
         seen = seen_by.get(teacher.name, {})
         if seen:
             serving = teacher.serving_config(config)
-            vocabulary = teacher.model.shape.vocab_size
-            responses = list(seen.values())
-            cases.append(TeacherCase(teacher.name, serving, list(seen), responses, vocabulary))
+            cases.append(TeacherCase(teacher, serving, list(seen), list(seen.values())))
     return cases

@@ -453,6 +453,7 @@ def test_a_cluster_that_is_too_small_is_named(capsys, tmp_path):
         ("error: x.yaml: reward.name: no such module", "reward.name"),
         ("Traceback\nVerifierError: the reward function raised", "reward.name"),
         ("EnvironmentFaultError: it hung", "environment.name"),
+        ("EngineMismatchError: distillation.teachers.far.urls", "distillation.teachers.far.urls"),
         ("Killed", None),
     ],
 )

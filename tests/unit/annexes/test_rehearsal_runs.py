@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_dppo.cluster.known_models import KNOWN_MODELS
 from megatron_dppo.cluster.rehearsal.__main__ import main
 from megatron_dppo.cluster.rehearsal.attempts import PlannedRun, RehearsalRun, RunForm, run_planned
 from megatron_dppo.cluster.rehearsal.usage import UsageByPhase
@@ -94,3 +95,6 @@ def test_a_held_out_set_of_a_supervised_recipe_may_have_a_dot_in_its_name(
     assert list(written["data"]["evaluation"]) == ["v1.5"]
     assert Path(written["data"]["evaluation"]["v1.5"]).is_file()
     assert "megatron-dppo supervised" in capsys.readouterr().out
+    here = f"model.hf_checkpoint={KNOWN_MODELS / 'qwen3-8b-base'}"
+    assert main([str(path), here, "--dry-run", "--strict", f"--directory={folder}"]) == 2
+    assert "data.train: absent.jsonl is not here" in capsys.readouterr().err
