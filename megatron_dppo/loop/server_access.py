@@ -46,7 +46,8 @@ class ServerAccess:
         weights = await self._connect(member)
         try:
             await weights.check_tensors()
-            await check_reach(weights, self.config.weight_sync)
+            shares_devices = self.config.engine.placement == "colocated"
+            await check_reach(weights, self.config.weight_sync, shares_devices=shares_devices)
         finally:
             await weights.close()
 

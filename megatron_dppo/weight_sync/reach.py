@@ -15,13 +15,18 @@ REACH_S = 30.0
 """Longest time of the check with strategy ``distributed``; see ``check_reach``."""
 
 
-async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
+async def check_reach(
+    engine: EngineWeights, config: WeightSyncConfig, *, shares_devices: bool = False
+) -> None:
     """Raise EngineMismatchError if the configured strategy cannot reach ``engine`` from this process.
 
     With ``distributed`` the server's ranks connect as in an update, with their own NCCL: they join a group
-    of this process, receive a tensor that changes no weight, and leave the group.
+    of this process, receive a tensor that changes no weight, and leave the group. ``shares_devices``: whether the
+    engine runs on GPUs of trainer ranks.
     """
-    fault = STRATEGIES[config.strategy].reach_fault(engine.url, config)
+    fault = STRATEGIES[config.strategy].reach_fault(
+        engine.url, config, shares_devices=shares_devices
+    )
     if fault is not None:
         raise EngineMismatchError(fault)
     if config.strategy == "distributed":

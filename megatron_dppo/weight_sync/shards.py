@@ -122,8 +122,7 @@ class Shards:
         self.messages = [message for message in self.plan.messages if message.sender == rank]
         self.dtype: torch.dtype = getattr(torch, facts.dtype)
         self.batches = batches_of(self.messages, batch_bytes)
-        self._largest = max(map(_bytes_of, self.batches), default=0)
-        self._buffers: list[Tensor] = []
+        self._buffers = TwoBuffers(max(map(bytes_of, self.batches), default=0))
         self._targets: dict[tuple[int, int], list[Tensor]] = {}
         """The views of a buffer that a message's slices fill, by the ids of the message and of the buffer."""
         self._tables: dict[EngineLayout, EngineTensors] = {}
@@ -171,23 +170,15 @@ class Shards:
     ) -> list[Tensor]:
         """Return the flat bytes of each message of a batch, in one of two buffers of ``allocate``.
 
-        The result stays valid until the second call after this one.
+        The result stays valid until the second call after this one for a batch with messages.
         """
-        self._buffers.reverse()
-        if len(self._buffers) < 2:
-            device = next(iter(values.values())).device
-            self._buffers.insert(0, allocate(self._largest, device))
-        buffer = self._buffers[0]
-        if not buffer.untyped_storage().nbytes():
-            buffer.untyped_storage().resize_(self._largest)
-        packed: list[Tensor] = []
+        if not batch:
+            return []
+        buffer = self._buffers.next(allocate, next(iter(values.values())).device)
+        packed = divided(buffer, batch)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        start = 0
-        for message in batch:
-            data = buffer[start : start + message.bytes]
-            start += _aligned(message.bytes)
-            packed.append(data)
+        for message, data in zip(batch, packed, strict=True):
             key = (id(message), id(buffer))
             if key not in self._targets:
                 self._targets[key] = [v for _, v in slices_in(message, data, self.dtype_of)]
@@ -197,19 +188,12 @@ class Shards:
         return packed
 
     def release_memory(self) -> None:
-        """Free the buffers' memory until the next call of ``pack``, which allocates it again under the same views.
-
-        Memory that is shared as a file stays.
-        """
-        for buffer in self._buffers:
-            storage = buffer.untyped_storage()
-            is_file = not storage.is_cuda and storage.is_shared()
-            if not is_file:
-                storage.resize_(0)
+        """Free the buffers' memory until the next call of ``pack``; see ``TwoBuffers.release_memory``."""
+        self._buffers.release_memory()
 
     def forget_buffers(self) -> None:
         """Drop the buffers. The next call of ``pack`` allocates new ones."""
-        self._buffers.clear()
+        self._buffers.forget()
         self._targets.clear()
 
     def _value_of(self, part: Slice, values: Values) -> Tensor:
@@ -295,12 +279,55 @@ def batches_of(messages: Iterable[Message], batch_bytes: int | None) -> list[lis
     for message in messages:
         fits = False
         if batches and batch_bytes is not None:
-            fits = _bytes_of([*batches[-1], message]) <= batch_bytes
+            fits = bytes_of([*batches[-1], message]) <= batch_bytes
         if fits:
             batches[-1].append(message)
         else:
             batches.append([message])
     return batches
+
+
+class TwoBuffers:
+    """Two buffers of ``size`` bytes that are filled in turn: one can be read while the other one is filled."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._buffers: list[Tensor] = []
+
+    def next(self, allocate: Allocate, device: torch.device) -> Tensor:
+        """Return the buffer that was returned before the last one."""
+        self._buffers.reverse()
+        if len(self._buffers) < 2:
+            self._buffers.insert(0, allocate(self._size, device))
+        buffer = self._buffers[0]
+        if not buffer.untyped_storage().nbytes():
+            buffer.untyped_storage().resize_(self._size)
+        return buffer
+
+    def release_memory(self) -> None:
+        """Free the memory until the buffers are returned again, under the same views.
+
+        Memory that is shared as a file stays.
+        """
+        for buffer in self._buffers:
+            storage = buffer.untyped_storage()
+            is_file = not storage.is_cuda and storage.is_shared()
+            if not is_file:
+                storage.resize_(0)
+
+    def forget(self) -> None:
+        """Drop the buffers. The next ones are new."""
+        self._buffers.clear()
+
+
+def divided(buffer: Tensor, batch: Iterable[Message]) -> list[Tensor]:
+    """Return the part of a batch's memory that each message has."""
+    parts: list[Tensor] = []
+    start = 0
+    for message in batch:
+        parts.append(buffer[start : start + message.bytes])
+        start += _aligned(message.bytes)
+    return parts
 
 
 _ALIGNMENT = 16
@@ -312,7 +339,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _bytes_of(batch: Iterable[Message]) -> int:
+def bytes_of(batch: Iterable[Message]) -> int:
     """Return the bytes of a batch's memory."""
     return sum(_aligned(message.bytes) for message in batch)
 
@@ -541,6 +568,15 @@ class ShardStrategy(Strategy):
         """The largest size of a batch; None: each message is a batch."""
         return None
 
+    @property
+    def batches(self) -> Sequence[Sequence[Message]]:
+        """This rank's batches of an update. A batch may have no message."""
+        return self.shards.batches
+
+    def hops_between_nodes(self, hosts: Sequence[str | None]) -> int:
+        """Return how often a message of this rank enters a host. ``hosts``: those of its column; None: this host."""
+        return sum(host != before for before, host in pairwise([None, *hosts]))
+
     def send(self, batch: Sequence[Sent]) -> None:
         """Wait until this rank's previous batch has arrived, then start to send this one.
 
@@ -601,7 +637,7 @@ class ShardStrategy(Strategy):
             self.abort()
             return Streamed(0, 0, 0, None)
         sent = forwarded = between_nodes = 0
-        for batch in shards.batches:
+        for batch in self.batches:
             data = phases.run("gather", shards.pack, batch, values, self.allocate)
             if data is None:
                 break
@@ -609,10 +645,9 @@ class ShardStrategy(Strategy):
                 size = sent_data.numel()
                 sent += size
                 forwarded += size * (len(message.column) - 1)
-                between_nodes += size * _hops_between_nodes(
-                    [self._hosts[rank] for rank in message.column]
-                )
-            if checksums is not None:
+                hosts = [self._hosts[rank] for rank in message.column]
+                between_nodes += size * self.hops_between_nodes(hosts)
+            if checksums is not None and batch:
                 phases.run("hash", checksums.add, batch, data)
             if phases.error is not None:
                 break
@@ -653,8 +688,3 @@ class ShardStrategy(Strategy):
     def close(self) -> None:
         super().close()
         self._servers = None
-
-
-def _hops_between_nodes(hosts: Sequence[str | None]) -> int:
-    """Return how often bytes change the host on their way from this rank along ``hosts``. None is this rank's host."""
-    return sum(host != before for before, host in pairwise([None, *hosts]))

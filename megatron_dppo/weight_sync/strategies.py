@@ -15,6 +15,7 @@ import torch
 from megatron_dppo.checkpoint_conversion.hf_folder import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.system.scratch import private_name
 from megatron_dppo.weight_sync import verification
 from megatron_dppo.weight_sync.distributed import DistributedStrategy
@@ -41,8 +42,15 @@ class FolderStrategy(Strategy):
         self.buckets: Plan = source.plan(self.bucket_bytes)
         self._folder: Path | None = None
 
+    def attach(self, engines: Engines) -> None:
+        for engine in engines.members:
+            fault = self.reach_fault(engine.url, self.config, shares_devices=False)
+            if fault is not None:
+                raise EngineMismatchError(fault)
+        super().attach(engines)
+
     @staticmethod
-    def reach_fault(url: str, config: WeightSyncConfig) -> str | None:
+    def reach_fault(url: str, config: WeightSyncConfig, *, shares_devices: bool) -> str | None:
         if on_this_host(url) or config.directory is not None:
             return None
         return (

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.weight_sync.engines import Digests, Engines
 from megatron_dppo.weight_sync.phases import Phases
 from megatron_dppo.weight_sync.source import WeightSource
@@ -52,8 +51,11 @@ class Strategy:
         self.calls_engines = self.rank == 0
 
     @staticmethod
-    def reach_fault(url: str, config: WeightSyncConfig) -> str | None:
-        """Return why weights cannot be sent from this host to the engine at ``url``; None if its host allows it."""
+    def reach_fault(url: str, config: WeightSyncConfig, *, shares_devices: bool) -> str | None:
+        """Return why weights cannot be sent from this host to the engine at ``url``; None if its host allows it.
+
+        ``shares_devices``: whether the engine runs on GPUs of trainer ranks.
+        """
         return None
 
     def attach(self, engines: Engines) -> None:
@@ -61,14 +63,13 @@ class Strategy:
 
         Raises EngineMismatchError for an engine that this strategy cannot reach.
         """
-        for engine in engines.members:
-            fault = self.reach_fault(engine.url, self.config)
-            if fault is not None:
-                raise EngineMismatchError(fault)
         self.engines = engines
 
     def plan(self, source: WeightSource) -> None:
-        """Plan the updates of the engines that are attached. Collective."""
+        """Plan the updates of the engines that are attached. Collective.
+
+        Raises EngineMismatchError on every rank if they cannot be reached.
+        """
 
     def meeting_point(self) -> Any:
         """Return what the other ranks need to know of this rank before ``begin``, as JSON."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.errors import UNBOUNDED
+from megatron_dppo.engine.errors import UNBOUNDED, EngineMismatchError
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION
 from megatron_dppo.engine.server.held_tensors import HeldTensors
 from megatron_dppo.engine.server.server_state import MemoryTag
@@ -294,7 +294,11 @@ class WeightUpdater:
         except ENGINE_FAULTS as fault:
             error = fault
         self._share(error, "no engine for weight updates")
-        self._transfer.plan(self.source)
+        try:
+            self._transfer.plan(self.source)
+        except EngineMismatchError as mismatch:
+            error = mismatch
+        self._share(error, "no engine for weight updates")
         if self.config.changes_only:
             own_answer = self._engines is None or self._engines.take_changes
             self._engines_take_changes = all(self.source.all_gather(own_answer))

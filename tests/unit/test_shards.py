@@ -291,7 +291,7 @@ def test_the_memory_of_messages_is_freed_between_updates() -> None:
     first = [shards.pack(batch, values)[0].clone() for batch in shards.batches]
     views = {key: list(targets) for key, targets in shards._targets.items()}
     shards.release_memory()
-    assert [buffer.untyped_storage().nbytes() for buffer in shards._buffers] == [0, 0]
+    assert [buffer.untyped_storage().nbytes() for buffer in shards._buffers._buffers] == [0, 0]
     again = [shards.pack(batch, values)[0].clone() for batch in shards.batches]
     assert len(first) > 2
     for before, after in zip(first, again, strict=True):

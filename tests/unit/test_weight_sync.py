@@ -388,7 +388,7 @@ def test_buffers_are_dropped_if_an_engine_may_still_read_them(
     runner().run(_set(released))
     strategy = updates._strategy
     assert isinstance(strategy, ShardStrategy)
-    assert len(strategy.shards._buffers) == (0 if hangs else 1)
+    assert len(strategy.shards._buffers._buffers) == (0 if hangs else 1)
 
 
 async def _set(event: asyncio.Event) -> None:
