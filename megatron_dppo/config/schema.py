@@ -493,8 +493,8 @@ class WeightSyncConfig(Section):
     """Weight updates from trainer to engines."""
 
     strategy: Literal["distributed", "tensor", "disk"] = "distributed"
-    """``distributed``: over NCCL or gloo, to each engine rank only what it keeps. ``tensor``: memory that trainer and
-    engines share on one host. ``disk``: a folder that the engines read.
+    """``distributed``: over NCCL or gloo, to each engine rank only what it keeps. ``tensor``: memory that an engine
+    shares with a trainer rank on its host. ``disk``: a folder that the engines read.
     """
     bucket_mib: int | None = Field(default=None, gt=0, le=2**20)
     """MiB of weights in one message, in one batch of messages (``tensor``), or in one bucket of whole tensors
@@ -538,12 +538,15 @@ class WeightSyncConfig(Section):
             return None
         return Path(self.directory or SHARED_MEMORY)
 
-    def message_bytes(self, ranks: int) -> int:
-        """Return the largest size of a message to a rank of a server of ``ranks`` ranks.
+    def message_bytes(self, ranks: int, hosts: int) -> int:
+        """Return the largest size of a message to a rank of a server of ``ranks`` ranks; the servers have ``hosts``.
 
-        With ``tensor``, a batch has room for a message to each rank of the server.
+        With ``tensor``, a batch has room for a message to each rank of the server, and a trainer rank receives as much
+        from each host.
         """
-        return self.bucket_bytes // ranks if self.strategy == "tensor" else self.bucket_bytes
+        return (
+            self.bucket_bytes // (ranks * hosts) if self.strategy == "tensor" else self.bucket_bytes
+        )
 
 
 class EvaluationConfig(Section):

@@ -3,17 +3,17 @@
 A trainer rank shares memory only with engines on its host. For every other host of a message's column it sends the
 message to a trainer rank there, a relay, which shares it with the engines on its host.
 
-The ranks send in rounds. Round i has batch i of every rank, so each rank knows what it receives.
+The ranks send in rounds. All ranks divide the plan's messages into the same rounds, so each knows what it receives.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from megatron_dppo.model.shard_plan import Message, ShardPlan
-from megatron_dppo.weight_sync.shards import batches_of
+from megatron_dppo.weight_sync.shards import bytes_of
 
 
 @dataclass
@@ -21,12 +21,12 @@ class Round:
     """What a trainer rank does in a round.
 
     Attributes:
-        batch: its own messages.
+        batch: messages of its own.
         sends: messages of the batch, each with the rank that relays it to another host.
         receives: messages that it relays to its own host, each with the rank that sends it.
     """
 
-    batch: list[Message]
+    batch: list[Message] = field(default_factory=list)
     sends: list[tuple[Message, int]] = field(default_factory=list)
     receives: list[tuple[Message, int]] = field(default_factory=list)
 
@@ -65,23 +65,40 @@ class Relays:
         """Return whether the two ranks are on one host."""
         return self._plan.hosts[engine_rank] in self._hosts[trainer_rank]
 
-    def rounds(self, rank: int, batch_bytes: int) -> list[Round]:
-        """Return the rounds of a trainer rank. ``batch_bytes``: the largest size of a batch."""
-        batches: list[list[list[Message]]] = []
-        for sender in range(len(self._hosts)):
-            own = [message for message in self._plan.messages if message.sender == sender]
-            batches.append(batches_of(own, batch_bytes))
+    def rounds(self, rank: int, batch_bytes: int, relayed_bytes: int) -> list[Round]:
+        """Return the rounds of a trainer rank.
+
+        Args:
+            rank: the rank.
+            batch_bytes: the largest size of what a rank packs in a round; a larger message has a round of its own.
+            relayed_bytes: the largest size of what a rank receives in a round, likewise.
+        """
         rounds: list[Round] = []
-        for number in range(max(map(len, batches))):
-            current = [
-                of_sender[number] if number < len(of_sender) else [] for of_sender in batches
-            ]
-            own_round = Round(current[rank])
-            for message in own_round.batch:
-                own_round.sends += [(message, relay) for relay in self._of(message)]
-            for sender, batch in enumerate(current):
-                own_round.receives += [(m, sender) for m in batch if rank in self._of(m)]
-            rounds.append(own_round)
+        packed: list[Counter[int]] = []
+        received: list[Counter[int]] = []
+        last_round = Counter[int]()
+        """The last round in which a rank sends."""
+        for message in self._plan.messages:
+            size = bytes_of([message])
+            relays = self._of(message)
+            number = last_round[message.sender]
+            while number < len(rounds):
+                has_room = packed[number][message.sender] + size <= batch_bytes
+                if has_room and all(received[number][r] + size <= relayed_bytes for r in relays):
+                    break
+                number += 1
+            else:
+                rounds.append(Round())
+                packed.append(Counter())
+                received.append(Counter())
+            last_round[message.sender] = number
+            packed[number][message.sender] += size
+            received[number].update(dict.fromkeys(relays, size))
+            if message.sender == rank:
+                rounds[number].batch.append(message)
+                rounds[number].sends += [(message, relay) for relay in relays]
+            elif rank in relays:
+                rounds[number].receives.append((message, message.sender))
         return rounds
 
     def _of(self, message: Message) -> list[int]:

@@ -121,10 +121,7 @@ class Shards:
         self.facts = facts
         self.messages = [message for message in self.plan.messages if message.sender == rank]
         self.dtype: torch.dtype = getattr(torch, facts.dtype)
-        self.batches = batches_of(self.messages, batch_bytes)
-        self._buffers = TwoBuffers(max(map(bytes_of, self.batches), default=0))
-        self._targets: dict[tuple[int, int], list[Tensor]] = {}
-        """The views of a buffer that a message's slices fill, by the ids of the message and of the buffer."""
+        self.use_batches(batches_of(self.messages, batch_bytes))
         self._tables: dict[EngineLayout, EngineTensors] = {}
         self._servers: list[tuple[EngineLayout, int]] = []
         """For each engine rank of the plan, its server's layout and its rank in the server."""
@@ -140,6 +137,13 @@ class Shards:
         if facts.quantized:
             slices = chain.from_iterable(message.slices for message in self.messages)
             self._scales = PieceScales(shape, facts.layout, slices, device)
+
+    def use_batches(self, batches: Sequence[Sequence[Message]]) -> None:
+        """Send the messages in these batches. A batch may have no message."""
+        self.batches = batches
+        self._buffers = TwoBuffers(max(map(bytes_of, batches), default=0))
+        self._targets: dict[tuple[int, int], list[Tensor]] = {}
+        """The views of a buffer that a message's slices fill, by the ids of the message and of the buffer."""
 
     @property
     def table(self) -> EngineTensors:
@@ -547,13 +551,15 @@ class ShardStrategy(Strategy):
         own_facts = None if self._servers is None else self._servers.to_json()
         self._servers = ServerFacts.of_json(source.all_gather(own_facts)[0])
         self._hosts = self._servers.hosts_of_ranks()
+        hosts = self._servers.host_numbers()
+        largest_server = max(layout.tensor for layout in self._servers.layouts)
         facts = PlanFacts(
             source.layout,
             tuple(self._servers.layouts),
-            self.config.message_bytes(max(layout.tensor for layout in self._servers.layouts)),
+            self.config.message_bytes(largest_server, len(set(hosts))),
             source.dtype_name,
             self._servers.quantized,
-            self._servers.host_numbers(),
+            hosts,
         )
         if self.planned is None or self.planned.facts != facts:
             self.planned = Shards(
@@ -567,11 +573,6 @@ class ShardStrategy(Strategy):
     def batch_bytes(self) -> int | None:
         """The largest size of a batch; None: each message is a batch."""
         return None
-
-    @property
-    def batches(self) -> Sequence[Sequence[Message]]:
-        """This rank's batches of an update. A batch may have no message."""
-        return self.shards.batches
 
     def hops_between_nodes(self, hosts: Sequence[str | None]) -> int:
         """Return how often a message of this rank enters a host. ``hosts``: those of its column; None: this host."""
@@ -637,7 +638,7 @@ class ShardStrategy(Strategy):
             self.abort()
             return Streamed(0, 0, 0, None)
         sent = forwarded = between_nodes = 0
-        for batch in self.batches:
+        for batch in shards.batches:
             data = phases.run("gather", shards.pack, batch, values, self.allocate)
             if data is None:
                 break

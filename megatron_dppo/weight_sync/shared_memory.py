@@ -20,7 +20,6 @@ from megatron_dppo.engine.links import Link
 from megatron_dppo.engine.shards import SHARED_INSTRUCTION, WHOLE, SharedInstruction
 from megatron_dppo.engine.shared_bytes import SharedBytes, shared_empty
 from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.model.shard_plan import Message
 from megatron_dppo.weight_sync.engines import GRACE_S, meeting_address, on_this_host
 from megatron_dppo.weight_sync.relays import Relays, Round
 from megatron_dppo.weight_sync.shards import Sent, ShardStrategy, TwoBuffers, bytes_of, divided
@@ -83,20 +82,15 @@ class TensorStrategy(ShardStrategy):
                 "weight_sync.changes_only: got true with weight_sync.strategy tensor and engines on several hosts, "
                 "expected strategy distributed"
             )
-        self._rounds = self._relays.rounds(self.rank, self.batch_bytes)
-        incoming = ([message for message, _ in round_.receives] for round_ in self._rounds)
-        self._received = TwoBuffers(max(map(bytes_of, incoming)))
+        self._rounds = relays.rounds(self.rank, self.batch_bytes, self.bucket_bytes)
+        self.shards.use_batches([current.batch for current in self._rounds])
+        relayed = [[message for message, _ in current.receives] for current in self._rounds]
+        self._received = TwoBuffers(max(map(bytes_of, relayed)))
 
     @property
     def batch_bytes(self) -> int:
-        # A relay receives about a batch from each of the other hosts in a round.
+        # A rank receives about as much from each of the other hosts as it packs.
         return self.bucket_bytes // len(set(self.servers.host_numbers()))
-
-    @property
-    def batches(self) -> Sequence[Sequence[Message]]:
-        if self._relays is None:
-            return super().batches
-        return [round_.batch for round_ in self._rounds]
 
     def hops_between_nodes(self, hosts: Sequence[str | None]) -> int:
         return len({host for host in hosts if host is not None})

@@ -34,7 +34,8 @@ def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
     - one for each of the dimensions tensor, context, pipeline, data, expert and expert data with more than one rank;
     - one for data and context together, if both have more than one rank: gradients are reduced over it;
     - one for expert and expert tensor together, if both have more than one rank;
-    - with ``sends``, one with all engine ranks, for weight updates.
+    - with ``sends``, one with all engine ranks, for weight updates; with ``weight_sync.strategy: tensor`` one of all
+      trainer ranks, which is used if engines are on several hosts, and always counted.
 
     Megatron-Core makes more groups, but NCCL allocates memory only for groups that are used.
     """

@@ -403,11 +403,6 @@ class RunFacts:
         return self.config.weight_sync.bucket_bytes
 
     @property
-    def message_bytes(self) -> int:
-        """The largest size of a message to an engine rank."""
-        return self.config.weight_sync.message_bytes(self.engine.layout.tensor)
-
-    @property
     def not_counted(self) -> list[str]:
         """The settings of the libraries that no formula reads although they may change memory or time."""
         settings = []

@@ -88,7 +88,7 @@ def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
         state=state_bytes(facts.trainer, stage),
         activations=activations,
         update_buckets=max(buckets * facts.bucket_bytes, 2 * _COLUMN_PIECE),
-        communicators=trainer_communicator_bytes(facts.trainer.layout, sends=facts.sends_in_group),
+        communicators=trainer_communicator_bytes(facts.trainer.layout, sends=facts.sends_shards),
         context=devices.CONTEXT,
         fragmentation=round(activations.total * devices.FRAGMENTATION),
         quantised=quantised,

@@ -291,11 +291,11 @@ def _reaching_sync(config: TrainConfig, schedule: Schedule, nodes: int) -> dict[
     """Return the keys of ``weight_sync:`` with which updates reach all servers of ``nodes`` nodes."""
     strategy: str = config.weight_sync.strategy
     directory = config.weight_sync.directory
-    if nodes > 1 and strategy == "tensor":
-        # Trainer and servers share memory within one node only.
-        strategy = "distributed"
     if schedule.is_colocated and strategy == "distributed":
-        strategy = "tensor" if nodes == 1 else "disk"
+        strategy = "tensor"
+    elif nodes > 1 and strategy == "tensor" and not schedule.is_colocated:
+        # Servers on nodes of their own share no memory with a trainer rank.
+        strategy = "distributed"
     if nodes > 1 and strategy == "disk" and directory is None:
         # All nodes see the run's folder. By default, updates are written to the memory of one node.
         directory = f"{config.run.directory}/weights"

@@ -60,8 +60,11 @@ def traffic(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Traf
 
     With ``weight_sync.strategy: tensor``, the batches of all trainer ranks reach a server one after another: seconds =
     received bytes / (a network port's rate x efficiency) + batches x a request's latency + the fixed part. The copies
-    on the host are counted as if they took a port. With ``disk``, whole tensors are gathered and read: the same formula
-    with all bytes, and a lower efficiency.
+    on the host are counted as if they took a port; messages from other hosts travel at the same time.
+
+    With ``disk``, whole tensors are gathered: the same formula with all bytes, and a lower efficiency. With
+    ``weight_sync.directory`` they are also written to storage, and read by each node of servers: + (1 + nodes) x bytes
+    / the storage's rate.
 
     Adapter update: one rank gathers the adapters and writes them, and the servers read them: seconds = 2 x bytes / the
     storage's rate + the fixed part.
@@ -84,7 +87,7 @@ def traffic(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Traf
     elif facts.sends_shards:
         update_bytes = sent_bytes(facts)
         received_bytes = _kept_bytes(facts)
-        messages = math.ceil(received_bytes / facts.message_bytes)
+        messages = math.ceil(received_bytes * facts.engine.layout.tensor / facts.bucket_bytes)
         travel = received_bytes / (device.network * MESSAGE_EFFICIENCY)
         seconds = travel + messages * REQUEST_LATENCY
     else:
@@ -92,6 +95,9 @@ def traffic(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Traf
         messages = math.ceil(received_bytes / facts.bucket_bytes)
         travel = received_bytes / (device.network * BUCKET_EFFICIENCY)
         seconds = travel + messages * REQUEST_LATENCY
+        if facts.config.weight_sync.directory is not None:
+            nodes = math.ceil(facts.engine.started / max(1, servers_of_node(facts, cluster)))
+            seconds += (1 + nodes) * update_bytes / storage
     return Traffic(
         update=update_bytes,
         received=received_bytes,

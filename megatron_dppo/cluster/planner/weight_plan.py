@@ -67,17 +67,19 @@ class WeightPlan:
 
 
 def weight_plan(facts: RunFacts, cluster: Cluster) -> WeightPlan:
-    """Return the plan of a weight update of ``facts`` with ``weight_sync.strategy: distributed``."""
+    """Return the plan of a weight update of ``facts`` from shard to shard."""
     trainer = facts.trainer
+    tensor = facts.engine.layout.tensor
     servers = range(facts.engine.started)
+    hosts = [server // servers_of_node(facts, cluster) for server in servers]
     plan = shard_plan(
         trainer.shape,
         trainer.layout,
         [facts.engine.layout] * facts.engine.started,
-        facts.message_bytes,
+        facts.config.weight_sync.message_bytes(tensor, len(set(hosts))),
         trainer.item_bytes,
         quantized=facts.engine.is_quantized,
-        hosts=[server // servers_of_node(facts, cluster) for server in servers],
+        hosts=hosts,
     )
     tensors = hf_tensors(trainer.shape)
     weights = 0

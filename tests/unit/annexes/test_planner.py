@@ -371,6 +371,12 @@ def test_update_and_checkpoint_by_hand():
     assert whole.received == sent.update
     assert whole.messages == 114  # all 61.06 GB in buckets of 512 MiB
     assert whole.update_seconds == pytest.approx(61.06 / 30 + 114 * 0.02 + 1, abs=0.01)
+    # The folder on storage is written once, and read by both nodes of the four servers.
+    stored = facts(
+        "qwen3_30b_a3b_base", "weight_sync.strategy=disk", "weight_sync.directory=/shared"
+    )
+    seconds = traffic(stored, H100, storage=10e9).update_seconds
+    assert seconds == pytest.approx(whole.update_seconds + 3 * 61.06 / 10, abs=0.01)
 
 
 def test_an_update_in_shards_by_hand():

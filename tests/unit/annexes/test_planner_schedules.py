@@ -268,8 +268,9 @@ FOLDER = "weight_sync.directory=runs/qwen3-30b-a3b-base/dppo-binary-tv-seed-1/we
 @pytest.mark.parametrize(
     ("nodes", "recipe", "expected"),
     [
-        (2, [], ["weight_sync.strategy=disk", FOLDER]),
-        (2, ["weight_sync.strategy=tensor"], ["weight_sync.strategy=disk", FOLDER]),
+        (2, [], ["weight_sync.strategy=tensor"]),
+        (2, ["weight_sync.strategy=tensor"], []),
+        (2, ["weight_sync.strategy=disk"], [FOLDER]),
         (2, ["weight_sync.strategy=disk", "weight_sync.directory=/shared"], []),
         (1, [], ["weight_sync.strategy=tensor"]),
         (1, ["weight_sync.strategy=tensor"], []),
@@ -283,7 +284,7 @@ FOLDER = "weight_sync.directory=runs/qwen3-30b-a3b-base/dppo-binary-tv-seed-1/we
     ],
 )
 def test_a_colocated_proposal_names_how_weights_reach_its_servers(nodes, recipe, expected):
-    """NCCL takes no two ranks on one GPU, and one host's memory is shared with no other host."""
+    """NCCL takes no two ranks on one GPU, and every host of servers has trainer ranks that share memory with them."""
     question = Question(load_config(RECIPE, recipe), MOE, Cluster(DEVICES["h200"], nodes))
     (best,) = best_of_each([p for p in search_schedules(question) if is_colocated(p)], 1)
     named = [c for c in best.changes if c.startswith(("weight_sync.", "engine.atomic_updates"))]
