@@ -24,6 +24,7 @@ from megatron_dppo.system import failpoints
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
+from megatron_dppo.weight_sync import engines, shared_memory
 from megatron_dppo.weight_sync.engines import GRACE_S
 from megatron_dppo.weight_sync.shards import ShardStrategy
 from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdater
@@ -258,9 +259,19 @@ def send(
     dies: bool = False,
     failure: tuple[int, str] | None = None,
     strategy: str = "distributed",
+    other_url: str = "",
     **parallel: int,
 ) -> dict[str, Any]:
-    """Send ``folder`` from two ranks. ``failure``: a rank that fails, and the plan of its failpoint."""
+    """Send ``folder`` from two ranks to a server, or to two.
+
+    ``failure``: a rank that fails, and the plan of its failpoint. ``other_url``: another server. Then rank 0 takes
+    itself for a process on the host of ``url``, and rank 1 for one on the host of ``other_url``.
+    """
+    urls = [url]
+    if other_url:
+        urls.append(other_url)
+        for module in (engines, shared_memory):
+            module.on_this_host = urls[int(os.environ["RANK"])].__eq__
     if failure is not None and int(os.environ["RANK"]) == failure[0]:
         os.environ[failpoints.VARIABLE] = failure[1]
     trainer = Trainer(policy_config(folder, world_size=2, **parallel))
@@ -270,7 +281,7 @@ def send(
         return await engine_weights(url, start_folder)
 
     updates = WeightUpdater(TrainerWeights(trainer), config, first_failure, open_engine, RUNNER)
-    updates.attach([url])
+    updates.attach(urls)
     if dies and trainer.topology.rank == 1:
         assert isinstance(updates._strategy, ShardStrategy)
         batches = updates._strategy.shards.batches
@@ -299,6 +310,22 @@ def test_two_trainer_ranks(
     kept = server.weights().tensors.kept_bytes(torch.float32)
     assert reports == [{"verified": True, "bytes": [kept, kept]}] * 2
     assert_serves(server, trained, 10)
+
+
+def test_two_hosts_in_shared_memory(server: RunningServer, trained: Path) -> None:
+    """Each host has a server and half of the matrices. The ranks exchange the other halves."""
+    second = serve(server.folder)
+    try:
+        other_url = second.process.url.replace("127.0.0.1", "localhost")
+        where = (server.process.url, str(trained), str(server.folder), 11)
+        worker = "tests.integration.test_shards:send"
+        reports = run_ranks(worker, 2, *where, strategy="tensor", tensor=2, other_url=other_url)
+        kept = sum(s.weights().tensors.kept_bytes(torch.float32) for s in (server, second))
+        assert reports == [{"verified": True, "bytes": [kept, kept]}] * 2
+        for updated in (server, second):
+            assert_serves(updated, trained, 11)
+    finally:
+        second.process.kill()
 
 
 class DyingBatches(list[list[Message]]):
