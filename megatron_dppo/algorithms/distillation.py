@@ -12,18 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import table
+from megatron_dppo.algorithms import rules, table
 from megatron_dppo.algorithms.algorithm import Algorithm
 from megatron_dppo.algorithms.decisions import decide
 from megatron_dppo.algorithms.divergence import clamped, kl_term
-from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.inputs import TokenInputs, rollout
 from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
+from megatron_dppo.algorithms.token_metrics import count_of, sum_over
 from megatron_dppo.algorithms.topk_terms import loss_term
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.sums import MetricSums
@@ -165,7 +166,7 @@ class Distillation:
           Masked: only at tokens that the algorithm's mask lets train if a is their advantage.
         """
         advantages = teacher.log_probs.to(inputs.log_probs.dtype) - inputs.log_probs.detach()
-        gap = -_total(inputs.loss_mask & advantages.isfinite(), advantages)
+        gap = -sum_over(inputs.loss_mask & advantages.isfinite(), advantages)
         if self.loss == "sampled":
             inputs, sums = self._sampled(inputs, advantages, token_scale)
         else:
@@ -213,9 +214,9 @@ class Distillation:
             slopes = torch.where(is_counted[..., None], self.weight * slopes, 0.0)
             metrics = {
                 metric_names.LOSS: value.sum(),
-                metric_names.TEACHER_DISTANCE: _total(inputs.loss_mask, distance),
-                metric_names.TEACHER_MASKED: (inputs.loss_mask & ~is_counted).sum().double(),
-                metric_names.TEACHER_TOPK_MASS: _total(inputs.loss_mask, mass),
+                metric_names.TEACHER_DISTANCE: sum_over(inputs.loss_mask, distance),
+                metric_names.TEACHER_MASKED: count_of(inputs.loss_mask & ~is_counted),
+                metric_names.TEACHER_TOPK_MASS: sum_over(inputs.loss_mask, mass),
             }
         term = loss_term(topk.log_pi, value, slopes, token_scale)
         metrics_sums = sums.metrics + MetricSums(sums=metrics)
@@ -226,14 +227,4 @@ class Distillation:
         """The algorithm that decides which tokens the teacher's part of the loss trains."""
         if self.masked:
             return self.algorithm
-        return replace(self.algorithm, mask=_every_token)
-
-
-def _every_token(inputs: TokenInputs) -> Tensor:
-    """The mask of a loss without a mask."""
-    return torch.ones_like(inputs.loss_mask)
-
-
-def _total(selection: Tensor, values: Tensor) -> Tensor:
-    """Sum ``values`` over the tokens in ``selection``, float64."""
-    return torch.where(selection, values, 0.0).sum(dtype=torch.float64)
+        return replace(self.algorithm, mask=partial(rules.train_all, anchor=rollout))

@@ -39,21 +39,21 @@ def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -
     blocked = counted & ~decisions.trains
     clipped = counted & ~rules.ratio_clip(inputs, rollout, **PPO_CLIP)
     sums = {
-        metric_names.TRAINED_TOKENS: _count(counted),
-        metric_names.GAP: _sum(finite, gap.abs()),
-        metric_names.SIGNED_GAP: _sum(finite, gap),
-        metric_names.KL: _sum(finite, torch.expm1(log_ratio) - log_ratio),
-        metric_names.BAD_UPDATE: _count(negative & (-gap >= BAD_UPDATE_DROP)),
-        metric_names.POSITIVE: _count(positive),
-        metric_names.NEGATIVE: _count(negative),
-        metric_names.MASKED: _count(blocked),
-        metric_names.MASKED_POSITIVE: _count(blocked & positive),
-        metric_names.MASKED_NEGATIVE: _count(blocked & negative),
-        metric_names.CAP_HIT: _count(counted & (decisions.weight > ratio_cap)),
-        metric_names.NONFINITE: _count(counted & ~decisions.finite),
-        metric_names.ROLLOUT_PROB_OF_MASKED: _sum(blocked & finite, mu),
-        metric_names.PPO_ONLY: _count(clipped & ~blocked),
-        metric_names.DPPO_ONLY: _count(blocked & ~clipped),
+        metric_names.TRAINED_TOKENS: count_of(counted),
+        metric_names.GAP: sum_over(finite, gap.abs()),
+        metric_names.SIGNED_GAP: sum_over(finite, gap),
+        metric_names.KL: sum_over(finite, torch.expm1(log_ratio) - log_ratio),
+        metric_names.BAD_UPDATE: count_of(negative & (-gap >= BAD_UPDATE_DROP)),
+        metric_names.POSITIVE: count_of(positive),
+        metric_names.NEGATIVE: count_of(negative),
+        metric_names.MASKED: count_of(blocked),
+        metric_names.MASKED_POSITIVE: count_of(blocked & positive),
+        metric_names.MASKED_NEGATIVE: count_of(blocked & negative),
+        metric_names.CAP_HIT: count_of(counted & (decisions.weight > ratio_cap)),
+        metric_names.NONFINITE: count_of(counted & ~decisions.finite),
+        metric_names.ROLLOUT_PROB_OF_MASKED: sum_over(blocked & finite, mu),
+        metric_names.PPO_ONLY: count_of(clipped & ~blocked),
+        metric_names.DPPO_ONLY: count_of(blocked & ~clipped),
         **_entropy(inputs, blocked),
         **_surprise(inputs),
         **_topk_mass(inputs),
@@ -73,8 +73,8 @@ def _entropy(inputs: TokenInputs, blocked: Tensor) -> dict[str, Tensor]:
         return {}
     entropy = inputs.entropy.double()
     return {
-        metric_names.ENTROPY: _sum(inputs.loss_mask, entropy),
-        metric_names.ENTROPY_OF_MASKED: _sum(blocked, entropy),
+        metric_names.ENTROPY: sum_over(inputs.loss_mask, entropy),
+        metric_names.ENTROPY_OF_MASKED: sum_over(blocked, entropy),
     }
 
 
@@ -113,7 +113,7 @@ def _surprise(inputs: TokenInputs) -> dict[str, Tensor]:
     surprise = -log_mu - inputs.entropy.double()
     high = (surprise - explained).clamp(min=-LONGEST_SURPRISE)
     low = (-surprise - explained).clamp(min=-LONGEST_SURPRISE)
-    sums = [_sum(finite, x) for x in (high, high.square(), low, low.square())]
+    sums = [sum_over(finite, x) for x in (high, high.square(), low, low.square())]
     return dict(zip(FREQUENCY_SUMS, sums, strict=True))
 
 
@@ -124,7 +124,7 @@ def _topk_mass(inputs: TokenInputs) -> dict[str, Tensor]:
     valid = inputs.topk_valid[..., :-1]
     log_mu = inputs.rollout_topk_log_probs[..., :-1]
     mass = torch.where(valid & ~log_mu.isnan(), log_mu.exp(), 0.0)
-    return {metric_names.TOPK_MASS: _sum(inputs.loss_mask, mass.sum(-1, dtype=torch.float64))}
+    return {metric_names.TOPK_MASS: sum_over(inputs.loss_mask, mass.sum(-1, dtype=torch.float64))}
 
 
 def _own_metrics(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor]:
@@ -145,16 +145,17 @@ def _own_metrics(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor]
                 f"metric {row.name!r} (tracking.metrics): its function returned {shape}, expected a tensor of "
                 f"the shape {tuple(inputs.log_probs.shape)}"
             )
-        sums[row.name] = _sum(inputs.loss_mask & values.isfinite(), values)
+        sums[row.name] = sum_over(inputs.loss_mask & values.isfinite(), values)
     return sums
 
 
-def _sum(selection: Tensor, value: Tensor) -> Tensor:
+def sum_over(selection: Tensor, value: Tensor) -> Tensor:
     """Sum ``value`` over the tokens in ``selection``, float64."""
     return torch.where(selection, value, 0.0).sum(dtype=torch.float64)
 
 
-def _count(selection: Tensor) -> Tensor:
+def count_of(selection: Tensor) -> Tensor:
+    """Count the tokens in ``selection``, float64."""
     return selection.sum().double()
 
 

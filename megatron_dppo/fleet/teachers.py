@@ -131,10 +131,7 @@ class TeacherClient:
                 states = self._examiner.states.items()
                 reasons = [f"{server.name}: {state.examination}" for server, state in states]
                 raise errors.EngineLostError("; ".join([f"no server within {limit}", *reasons]))
-            assert self._update is not None
-            await asyncio.wait([self._update], timeout=_PAUSE_S)
-            if not self._fleet.has_servers:
-                await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(_PAUSE_S)
 
     def _follow_servers(self) -> None:
         """Start an update of the members if one is due and none runs. Raises the errors of the last update."""

@@ -85,7 +85,12 @@ class TeacherPrompts:
                 continue
             is_other = tokenizer.chat_template != policy_tokenizer.chat_template
             if is_other and config.data.apply_chat_template:
-                self.warnings.append(_template_warning(name, tokenizer))
+                difference = "no" if tokenizer.chat_template is None else "another"
+                self.warnings.append(
+                    f"teacher {name}: its tokenizer has {difference} chat template, unlike the policy's, and it sees "
+                    f"the prompts in the policy's form; {key_of(name)}.prompt_template, such as '{{prompt}}', renders "
+                    "them in the teacher's own form"
+                )
 
     def teacher_of(self, problem: Problem) -> str:
         """Return the name of the problem's teacher; a single teacher has all problems without a name."""
@@ -209,16 +214,6 @@ def _read_scores(path: Path) -> dict[str, _FirstScores]:
         raise records.RecordsError(
             f"{path}: damaged ({error!r}), expected the teachers' scores at the run's first start"
         ) from error
-
-
-def _template_warning(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a warning about a teacher without a prompt template. ``tokenizer``: the teacher's."""
-    difference = "no" if tokenizer.chat_template is None else "another"
-    return (
-        f"teacher {name}: its tokenizer has {difference} chat template, unlike the policy's, and it sees the prompts "
-        "in the policy's form; "
-        f"{key_of(name)}.prompt_template, such as '{{prompt}}', renders them in the teacher's own form"
-    )
 
 
 class Teachers:

@@ -257,8 +257,11 @@ class Rehearsal:
             say(f"nothing was started; megatron-dppo supervised {path} is the rehearsal's run")
             return 0
         runs = self._run_planned(supervised.PLANNED_RUNS, path, supervised.STEPS, supervised.FORM)
-        omissions = supervised.omissions(
-            config, parallel, has_own_tokenizer=inputs.has_own_tokenizer
+        omissions = shrinking.trainer_omissions(
+            config,
+            parallel,
+            shrinking.dropped_trainer_options(config),
+            has_own_tokenizer=inputs.has_own_tokenizer,
         )
         return self._conclude(
             runs,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megatron_dppo.cluster.rehearsal import signal
 from megatron_dppo.cluster.rehearsal.layout import small_stages
-from megatron_dppo.config import TrainConfig
+from megatron_dppo.config import SupervisedConfig, TrainConfig
 from megatron_dppo.config.data_schema import REWARD_OF_ENVIRONMENT, EnvironmentConfig
 from megatron_dppo.config.forwarded import (
     MEGATRON,
@@ -21,7 +21,7 @@ from megatron_dppo.config.forwarded import (
     OptionFact,
 )
 from megatron_dppo.config.loading import merged
-from megatron_dppo.config.schema import ParallelConfig, PolicyConfig, TrackingConfig
+from megatron_dppo.config.schema import ParallelConfig, PolicyConfig
 from megatron_dppo.model.engine_layout import server_ranks
 from megatron_dppo.model.splits import ceil_to
 
@@ -397,31 +397,34 @@ def omissions(
     config: TrainConfig, parallel: ParallelConfig, inputs: RehearsalInputs
 ) -> Iterator[Omission]:
     """Yield the parts of the recipe that its rehearsal leaves out."""
-    yield from _replaced_parts(config, parallel, inputs)
+    yield from trainer_omissions(
+        config,
+        parallel,
+        _dropped_options(config, inputs),
+        has_own_tokenizer=inputs.has_own_tokenizer,
+        on_one_machine=inputs.node_device is None,
+    )
+    yield from _replaced_parts(config, inputs)
     for key, reason in inputs.unreachable.items():
         yield Omission(key, reason)
     yield from _engine_parts(config, inputs)
-    yield from dropped_parts(_dropped_options(config, inputs), config.tracking)
     if config.checkpoint.upload is not None:
         yield Omission("checkpoint.upload", "nothing is sent")
 
 
-def dropped_parts(
-    dropped_options: Mapping[str, list[str]], tracking: TrackingConfig
+def trainer_omissions(
+    config: TrainConfig | SupervisedConfig,
+    parallel: ParallelConfig,
+    dropped_options: Mapping[str, Sequence[str]],
+    *,
+    has_own_tokenizer: bool,
+    on_one_machine: bool = True,
 ) -> Iterator[Omission]:
-    """Yield the options of each table that the rehearsal drops, and the trackers that get nothing."""
-    for table, keys in dropped_options.items():
-        if keys:
-            yield Omission(table, f"{', '.join(keys)}: for GPUs")
-    services = [name for name in tracking.trackers if name != "tensorboard"]
-    if services:
-        yield Omission("tracking.trackers", f"{', '.join(services)}: nothing is sent")
+    """Yield the parts that rehearsals of every kind of run leave out.
 
-
-def replaced_trainer_parts(
-    config: PolicyConfig, parallel: ParallelConfig, *, has_own_tokenizer: bool
-) -> Iterator[Omission]:
-    """Yield the parts of the trainer and its model that other parts replace, in runs of both kinds."""
+    ``dropped_options``: the options of each table that the rehearsal drops. The other arguments are as in
+    ``trainer_changes`` and ``RehearsalInputs``.
+    """
     recipe_ranks = config.parallel.world_size
     if config.parallel.sizes != parallel.sizes:
         yield Omission(
@@ -432,18 +435,17 @@ def replaced_trainer_parts(
         yield Omission("model.hf_checkpoint", NO_TOKENIZER)
     if config.lora.start_from is not None:
         yield Omission("lora.start_from", "adapters of the real model do not fit the tiny one")
-
-
-def interface_parts(config: PolicyConfig) -> Iterator[Omission]:
-    """Yield the network interface, which a rehearsal on one machine leaves out."""
-    if config.parallel.interface is not None:
+    if on_one_machine and config.parallel.interface is not None:
         yield Omission("parallel.interface", "all ranks are on one machine")
+    for table, keys in dropped_options.items():
+        if keys:
+            yield Omission(table, f"{', '.join(keys)}: for GPUs")
+    services = [name for name in config.tracking.trackers if name != "tensorboard"]
+    if services:
+        yield Omission("tracking.trackers", f"{', '.join(services)}: nothing is sent")
 
 
-def _replaced_parts(
-    config: TrainConfig, parallel: ParallelConfig, inputs: RehearsalInputs
-) -> Iterator[Omission]:
-    yield from replaced_trainer_parts(config, parallel, has_own_tokenizer=inputs.has_own_tokenizer)
+def _replaced_parts(config: TrainConfig, inputs: RehearsalInputs) -> Iterator[Omission]:
     if config.rollout.replays:
         yield Omission(
             "rollout.replay_from", "batches of the real model; a server generates instead"
@@ -460,8 +462,6 @@ def _replaced_parts(
 
 
 def _engine_parts(config: TrainConfig, inputs: RehearsalInputs) -> Iterator[Omission]:
-    if inputs.node_device is None:
-        yield from interface_parts(config)
     engine = config.engine
     if engine.servers_to_start != inputs.servers or engine.urls:
         recipe_servers = f"{engine.servers_to_start} servers"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -83,17 +83,6 @@ def shrink(
     values = shrinking.changed_tables(config, changes, dropped_options)
     values["data"] |= {"train": inputs.train[0], "evaluation": dict(inputs.evaluation)}
     return SupervisedConfig.model_validate(values)
-
-
-def omissions(
-    config: SupervisedConfig, parallel: ParallelConfig, *, has_own_tokenizer: bool
-) -> Iterator[Omission]:
-    """Yield the parts of the recipe that its rehearsal leaves out."""
-    yield from shrinking.replaced_trainer_parts(
-        config, parallel, has_own_tokenizer=has_own_tokenizer
-    )
-    yield from shrinking.interface_parts(config)
-    yield from shrinking.dropped_parts(shrinking.dropped_trainer_options(config), config.tracking)
 
 
 def findings(config: SupervisedConfig) -> list[VerdictRow]:
