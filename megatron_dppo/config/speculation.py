@@ -20,37 +20,6 @@ ALGORITHM = "speculative_algorithm"
 NGRAM = "NGRAM"
 DRAFT_MODELS = ("EAGLE", "EAGLE3")
 """Algorithms whose draft is a separate model. Weight updates do not change the draft."""
-NGRAM_OPTIONS = (
-    "speculative_num_draft_tokens",
-    "speculative_ngram_min_bfs_breadth",
-    "speculative_ngram_max_bfs_breadth",
-    "speculative_ngram_match_type",
-    "speculative_ngram_max_trie_depth",
-    "speculative_ngram_capacity",
-)
-"""Fields of ServerArgs that NGRAM reads. They do not change the probabilities of tokens."""
-THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
-UNUSABLE: Mapping[str, str] = {
-    **dict.fromkeys(
-        THRESHOLDS,
-        "a drafted token would be accepted more often than the reported probability says",
-    ),
-    **dict.fromkeys(
-        (
-            "speculative_use_rejection_sampling",
-            "speculative_use_block_verification",
-            "speculative_adaptive",
-            "speculative_adaptive_config",
-            "speculative_token_map",
-            "speculative_ngram_external_corpus_path",
-            "enable_multi_layer_eagle",
-            "uno_lora_path",
-            "spec_trace_dir",
-        ),
-        "this form of speculation was not compared with plain decoding",
-    ),
-}
-"""Reason why each of these fields of ServerArgs must be off."""
 _OFF = (None, "", "null", "none")
 
 

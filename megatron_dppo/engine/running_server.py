@@ -11,7 +11,7 @@ import orjson
 
 from megatron_dppo.config import speculation
 from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
-from megatron_dppo.config.forwarded import EXPERT_KERNEL, SGLANG, SGLANG_OTHER_SHARES
+from megatron_dppo.config.forwarded import EXPERT_KERNEL, SGLANG, OptionFact
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.shape import ModelShape
@@ -115,9 +115,9 @@ def compare_server(
     for name, (actual_value, expected_value) in actual_and_expected.items():
         if actual_value != expected_value:
             differences.append(f"{name}: {actual_value!r}, expected {expected_value!r}")
-    for name, reason in speculation.UNUSABLE.items():
+    for name in SGLANG.options_with(OptionFact.SPECULATION):
         if not SGLANG.leaves_off(name, info.get(name)):
-            differences.append(f"{name}: {info[name]!r}, expected it off: {reason}")
+            differences.append(f"{name}: {info[name]!r}, expected it off: {SGLANG.off[name]}")
     needed_tokens = servers.sequence_tokens + SPARE_POSITIONS * info.get("page_size", 1)
     if info["max_total_num_tokens"] < needed_tokens:
         differences.append(
@@ -188,7 +188,7 @@ def check_layout(
                 f"{url}: {dimension} is {info[dimension]}; verified weight updates know tensor and expert "
                 f"parallelism and attention replicas only, expected 1"
             )
-    for name in SGLANG_OTHER_SHARES:
+    for name in SGLANG.options_with(OptionFact.SHARES):
         if not SGLANG.leaves_off(name, info.get(name)):
             raise EngineMismatchError(
                 f"{url}: {name} is {info[name]!r}, which divides weights in a way that verified weight updates do not "

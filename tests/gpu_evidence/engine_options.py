@@ -162,7 +162,7 @@ NUMBERS: dict[str, Any] = {
     "load_format": "dummy",
     "gc_threshold": [1000],
 }
-"""A value of each option of SGLANG_OPTIONS that takes numbers or text."""
+"""A value of each option in SGLANG.options that takes numbers or text."""
 
 
 MOST_VALUES = 5
@@ -173,7 +173,7 @@ def layouts() -> dict[str, Any]:
     """Return, by ``option=value``, the options of LAYOUT that SGLang then resolves differently; text if it refuses."""
     from sglang.srt.server_args import ServerArgs
 
-    from megatron_dppo.config.forwarded import SGLANG_OPTIONS
+    from megatron_dppo.config.forwarded import SGLANG, OptionFact
 
     pretend()
     recipe = RECIPES / "qwen3_30b_a3b_r3.yaml"
@@ -181,9 +181,10 @@ def layouts() -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     candidates = [*MOVING.items(), *NUMBERS.items()]
+    known_options = SGLANG.options_with(OptionFact.KNOWN)
     for action in parser._actions:
         # Another test checks the kernels of the experts.
-        if action.dest not in SGLANG_OPTIONS.keys() - NUMBERS.keys() - {"moe_runner_backend"}:
+        if action.dest not in {*known_options} - {*NUMBERS, "moe_runner_backend"}:
             continue
         values = list(action.choices or [])[:MOST_VALUES]
         if action.nargs == 0 and action.const is not None:

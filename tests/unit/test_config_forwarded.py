@@ -14,12 +14,8 @@ from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.config.forwarded import (
     DDP,
     MEGATRON,
-    MEGATRON_FIXED,
-    MEGATRON_OWNED,
     OPTIMIZER,
     SGLANG,
-    SGLANG_FIXED,
-    SGLANG_OWNED,
     OptionFact,
     adam_faults,
     is_blockwise,
@@ -528,5 +524,5 @@ def test_the_library_s_defaults_fit_what_it_declares():
 def test_every_key_that_a_section_owns_is_a_field_of_the_library():
     # Requests have these options, not servers.
     sampling = {"temperature", "top_p", "top_k", "max_new_tokens"}
-    assert {*MEGATRON_OWNED, *MEGATRON_FIXED} <= library_fields("megatron").types.keys()
-    assert {*SGLANG_OWNED, *SGLANG_FIXED} - sampling <= server_args_fields().types.keys()
+    assert {*MEGATRON.owned, *MEGATRON.fixed} <= library_fields("megatron").types.keys()
+    assert {*SGLANG.owned, *SGLANG.fixed} - sampling <= server_args_fields().types.keys()
