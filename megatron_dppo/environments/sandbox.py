@@ -15,6 +15,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -163,62 +164,15 @@ def _homes() -> list[str]:
     return homes
 
 
-Calls = Mapping[str, tuple[int | None, int | None]]
-"""System call -> its number on x86_64 and on aarch64; None if the machine does not have it."""
-
-DENIED: Calls = {
-    # Access to other processes.
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "process_mrelease": (448, 448),
-    # Namespaces and mounts.
-    "unshare": (272, 97), "setns": (308, 268), "pivot_root": (155, 41), "chroot": (161, 51), "mount": (165, 40),
-    "umount2": (166, 39), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    "open_tree_attr": (467, 467), "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
-    "quotactl": (179, 60), "quotactl_fd": (443, 443), "statmount": (457, 457), "listmount": (458, 458),
-    # Keys: no namespace separates them.
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    # Kernel interfaces with a history of security holes, or that bypass this filter.
-    "io_setup": (206, 0), "io_destroy": (207, 1), "io_submit": (209, 2), "io_cancel": (210, 3),
-    "io_getevents": (208, 4), "io_pgetevents": (333, 292), "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280),
-    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "modify_ldt": (154, None),
-    "personality": (135, 92), "vmsplice": (278, 75), "remap_file_pages": (216, 234), "uselib": (134, None),
-    "lookup_dcookie": (212, 18), "fanotify_init": (300, 262), "memfd_secret": (447, 447),
-    "lsm_get_self_attr": (459, 459), "lsm_set_self_attr": (460, 460), "lsm_list_modules": (461, 461),
-    # Placement of memory, also of other processes.
-    "migrate_pages": (256, 238), "move_pages": (279, 239), "mbind": (237, 235), "set_mempolicy": (238, 237),
-    "set_mempolicy_home_node": (450, 450),
-    # The machine: another kernel, modules, clocks, names, ports, swap.
-    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
-    "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224),
-    "swapoff": (168, 225), "acct": (163, 89), "syslog": (103, 116), "settimeofday": (164, 170),
-    "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
-    "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, None), "ioperm": (173, None),
-    "nfsservctl": (180, 42), "vhangup": (153, 58), "sysfs": (139, None), "ustat": (136, None),
-    "_sysctl": (156, None),
-}  # fmt: skip
+Calls = Mapping[str, Sequence[int]]
+"""System call -> its numbers on x86_64 and on aarch64; without the second number if aarch64 does not have the call."""
+_TABLES: Mapping[str, Calls] = tomllib.loads(
+    Path(__file__).with_name("system_calls.toml").read_text(encoding="utf-8")
+)
+DENIED = _TABLES["denied"]
 """System calls that no program in a sandbox may make."""
-
-DENIED_TO_SNIPPETS: Calls = {
-    **DENIED,
-    # Processes and threads.
-    "clone": (56, 220), "fork": (57, None), "vfork": (58, None), "clone3": (435, 435),
-    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
-    # Sockets.
-    "socket": (41, 198), "socketpair": (53, 199),
-    # Memory that the limit of a process does not count, or that outlives the process.
-    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
-    "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189),
-    "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181),
-    "memfd_create": (319, 279), "inotify_init": (253, None), "inotify_init1": (294, 26),
-    "timer_create": (222, 107),
-    # Further filters and rules: they take the kernel's memory.
-    "seccomp": (317, 277), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
-    "landlock_restrict_self": (446, 446),
-}  # fmt: skip
-"""System calls that a snippet may not make: a snippet has one process, one thread, and only the memory of its address
-space."""
+DENIED_TO_SNIPPETS = {**DENIED, **_TABLES["denied_to_snippets"]}
+"""System calls that a snippet may not make."""
 
 _AUDIT_NUMBERS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH_X86_64 and AUDIT_ARCH_AARCH64 of linux/audit.h."""
@@ -233,8 +187,7 @@ _KILL, _REFUSE, _PASS = 0x80000000, 0x00050001, 0x7FFF0000
 def denied_numbers(denied: Calls, machine: str) -> list[int]:
     """Return the numbers of the ``denied`` calls on ``machine``, x86_64 or aarch64."""
     column = list(_AUDIT_NUMBERS).index(machine)
-    machine_numbers = [numbers[column] for numbers in denied.values()]
-    return sorted(number for number in machine_numbers if number is not None)
+    return sorted(numbers[column] for numbers in denied.values() if column < len(numbers))
 
 
 def filter_program(denied: Calls, machine: str) -> bytes:
