@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_dppo.config.data_schema import RewardTerm
 from megatron_dppo.data.records import DataError, keys, read_records
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards import RewardInput
@@ -34,10 +35,15 @@ def check_rewards(
     VerifierError if the reward's worker fails.
     """
     checks = read_checks(path)
-    with (
-        Verifier(reward, timeout_s, workers, passed_variables=passed_variables) as verifier,
-        progress("check solutions", len(checks)) as bar,
-    ):
+    term = RewardTerm(
+        name=reward,
+        timeout_s=timeout_s,
+        workers=workers,
+        batch_size=1,
+        attempts=1,
+        passed_variables=list(passed_variables),
+    )
+    with Verifier(term) as verifier, progress("check solutions", len(checks)) as bar:
         inputs = [RewardInput(check.solution, check.answer) for check in checks]
         scores = verifier.score(inputs, lambda: bar.advance(1))
     return _report(checks, scores)

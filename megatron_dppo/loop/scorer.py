@@ -149,7 +149,7 @@ class Scorer:
         self._verifiers: dict[str, Verifier] = {}
         self._weights: dict[str, float] = {}
         for name, term in config.terms.items():
-            self._verifiers[name] = Verifier.of(term)
+            self._verifiers[name] = Verifier(term)
             self._weights[name] = term.weight
         self._stack = ExitStack()
 

@@ -59,7 +59,7 @@ def bad_answers(
         if not scores:
             # One worker is enough to read the signature of the function.
             changes["workers"] = 1
-        with Verifier.of(term.model_copy(update=changes)) as verifier:
+        with Verifier(term.model_copy(update=changes)) as verifier:
             form = verifier.form()
             if not form.needs_answer:
                 continue

@@ -24,6 +24,7 @@ import aiohttp
 from megatron_dppo.data.chat import render
 from megatron_dppo.data.control_tokens import ControlTokens
 from megatron_dppo.data.records import DataError
+from megatron_dppo.data.tokenizer import load_named_tokenizer
 from megatron_dppo.rewards import RewardInput, RewardUnavailableError
 from megatron_dppo.rewards.result import USABLE_NUMBER, RewardResult, is_usable
 from megatron_dppo.system.network import url_fault
@@ -276,8 +277,6 @@ class RewardModel:
 def _loaded_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """Load a reward model's tokenizer. Raises ValueError if it can't be loaded, or has no chat template."""
     # Import lazily: the import takes seconds, and a judge does not need the library.
-    from megatron_dppo.data.tokenizer import load_named_tokenizer
-
     try:
         tokenizer = load_named_tokenizer(folder)
     except DataError as error:

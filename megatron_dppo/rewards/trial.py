@@ -62,7 +62,7 @@ def reward_faults(
 
 def _fault(term: RewardTerm, record: RewardInput) -> str | None:
     """The error of a reward for one response; None without an error, or for an asynchronous reward."""
-    with Verifier.of(term.model_copy(update={"workers": 1, "attempts": 1})) as verifier:
+    with Verifier(term.model_copy(update={"workers": 1, "attempts": 1})) as verifier:
         try:
             if not verifier.form().is_async:
                 require(verifier.check([record]), [record])

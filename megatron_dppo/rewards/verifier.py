@@ -60,7 +60,7 @@ from megatron_dppo.system.workers import (
 )
 
 if TYPE_CHECKING:
-    from megatron_dppo.config.data_schema import OnTimeout, RewardTerm
+    from megatron_dppo.config.data_schema import RewardTerm
 
 _PACKAGE = Path(__file__).parents[1]
 BACK_OFF_S = 0.5
@@ -116,66 +116,22 @@ class Score:
 
 
 class Verifier:
-    """``with Verifier("math_verify", timeout_s=10, workers=2) as verifier: verifier.score(inputs)``.
+    """``with Verifier(RewardTerm(name="math_verify")) as verifier: verifier.score(inputs)``.
 
-    Its methods may be called from any thread.
-
-    Args:
-        name: Name of the reward.
-        timeout_s: Wall-clock seconds for one call, from the moment a worker has received it.
-        workers: Number of processes. They start on entry, and are replaced after a kill. A reward that runs inline
-            needs no process.
-        options, batch_size, attempts, on_timeout, memory_gib, passed_variables: As in RewardTerm.
+    Its methods may be called from any thread. The processes of ``term`` start on entry, and are replaced after a kill.
+    A reward that runs inline needs no process.
     """
 
-    def __init__(
-        self,
-        name: str,
-        timeout_s: float,
-        workers: int,
-        *,
-        options: Mapping[str, Any] | None = None,
-        batch_size: int = 1,
-        attempts: int = 1,
-        on_timeout: OnTimeout = "zero",
-        memory_gib: int = 4,
-        passed_variables: Sequence[str] = (),
-    ) -> None:
-        if timeout_s <= 0 or workers < 1:
-            raise ValueError(
-                f"a verifier needs timeout_s > 0 and workers >= 1, got {timeout_s} and {workers}"
-            )
-        self._name = name
-        self._timeout_s = timeout_s
-        self._options = dict(options or {})
-        self._batch_size = batch_size
-        self._attempts = attempts
-        self._on_timeout = on_timeout
-        self._memory_gib = memory_gib
-        self._variable_names = [*passed_variables, *named_in_options(self._options)]
-        self._reward = find_reward(name)
-        self._worker_count = 0 if self._reward.runs_inline else workers
+    def __init__(self, term: RewardTerm) -> None:
+        self._term = term
+        self._reward = find_reward(term.name)
+        self._worker_count = 0 if self._reward.runs_inline else term.workers
         self._pool = WorkerPool(self._start_worker, self._worker_count)
         self._waiting: deque[tuple[RewardInput, Future[Score]]] = deque()
         """Responses that no worker has taken yet, with the futures of their scores."""
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
-
-    @classmethod
-    def of(cls, term: RewardTerm) -> Self:
-        """Build the verifier of a configured reward."""
-        return cls(
-            term.name,
-            term.timeout_s,
-            term.workers,
-            options=term.options,
-            batch_size=term.batch_size,
-            attempts=term.attempts,
-            on_timeout=term.on_timeout,
-            memory_gib=term.memory_gib,
-            passed_variables=term.passed_variables,
-        )
 
     def __enter__(self) -> Self:
         self._closing.clear()
@@ -204,7 +160,7 @@ class Verifier:
         """
         if self._reward.runs_inline:
             try:
-                return self._reward.bind(self._options).form
+                return self._reward.bind(self._term.options).form
             except ValueError as error:
                 raise VerifierError(str(error)) from error
         return self._pool.workers[0].form()
@@ -225,7 +181,7 @@ class Verifier:
         if self._reward.runs_inline:
             for record, future in zip(inputs, futures, strict=True):
                 try:
-                    (score,) = scores_of(self._reward.bind(self._options), [record])
+                    (score,) = scores_of(self._reward.bind(self._term.options), [record])
                     future.set_result(score)
                 except Exception as error:
                     future.set_exception(error)
@@ -261,10 +217,10 @@ class Verifier:
             RewardUnavailableError: A reward is unavailable.
         """
         scores = self.check(inputs, on_score)
-        require(scores, inputs, f"reward {self._name}: ")
+        require(scores, inputs, f"reward {self._term.name}: ")
         for score in scores:
             if score.unavailable is not None:
-                raise RewardUnavailableError(f"reward {self._name}: {score.unavailable}")
+                raise RewardUnavailableError(f"reward {self._term.name}: {score.unavailable}")
         return scores
 
     def _score_next(self) -> None:
@@ -279,7 +235,7 @@ class Verifier:
             # The batch is empty if another thread took this response in its own batch, or if it was cancelled.
             if batch:
                 form = use.worker.form()
-                self._fill(batch, form.calls_at_once(self._batch_size))
+                self._fill(batch, form.calls_at_once(self._term.batch_size))
                 scores = self._call_with_retries(use, form, [record for record, _ in batch])
                 for (_, future), score in zip(batch, scores, strict=True):
                     future.set_result(score)
@@ -309,7 +265,7 @@ class Verifier:
             scores = []
             for record in inputs:
                 scores += use.scores([record])
-        for attempt in range(1, self._attempts):
+        for attempt in range(1, self._term.attempts):
             missing_indices = [i for i, score in enumerate(scores) if score.unavailable is not None]
             pause_s = min(BACK_OFF_S * 2 ** (attempt - 1), LONGEST_BACK_OFF_S)
             if not missing_indices or self._closing.wait(pause_s):
@@ -320,14 +276,7 @@ class Verifier:
         return scores
 
     def _start_worker(self) -> RewardWorker:
-        return RewardWorker(
-            self._name,
-            self._timeout_s,
-            self._options,
-            self._on_timeout,
-            self._memory_gib,
-            self._variable_names,
-        )
+        return RewardWorker(self._term)
 
 
 class _WorkerUse:
@@ -375,31 +324,20 @@ def _shown(record: RewardInput) -> str:
 
 
 class RewardWorker(RestrictedWorker):
-    """One worker process of a reward, with one call at a time.
+    """One worker process of the reward ``term``, with one call at a time."""
 
-    ``variable_names`` are the environment variables with credentials that the process gets. ``Verifier`` describes the
-    other arguments.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        timeout_s: float,
-        options: Mapping[str, Any],
-        on_timeout: OnTimeout,
-        memory_gib: int,
-        variable_names: Sequence[str],
-    ) -> None:
+    def __init__(self, term: RewardTerm) -> None:
+        self._name = term.name
+        self._timeout_s = term.timeout_s
+        self._on_timeout = term.on_timeout
+        # Names of the environment variables with credentials that the process gets.
+        self._variable_names = [*term.passed_variables, *named_in_options(term.options)]
         super().__init__(
             "megatron_dppo.rewards.verifier",
-            {"name": name, "timeout_s": timeout_s, "options": dict(options)},
-            memory_gib=memory_gib,
-            variable_names=variable_names,
+            {"name": term.name, "timeout_s": term.timeout_s, "options": term.options},
+            memory_gib=term.memory_gib,
+            variable_names=self._variable_names,
         )
-        self._name = name
-        self._timeout_s = timeout_s
-        self._on_timeout = on_timeout
-        self._variable_names = variable_names
 
     def form(self) -> RewardForm:
         """The reward's form. Waits until the worker is ready. Raises VerifierError if the worker cannot start."""

@@ -29,6 +29,7 @@ from tests.integration.runs import TrainingRun, records_of, write_material
 from tests.patience import UNBOUNDED_S, wait_healthy
 from tests.small_config import small_config
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
+from tests.verifiers import verifier_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -139,7 +140,7 @@ def options_of(url: str, folder: Path) -> dict[str, Any]:
 def test_a_reward_models_scores_are_transformers_own(classifier, reward_model):
     inputs = [conversation(text) for text in ("2", "It is 2.", "2", "3" * 100, "")]
     options = options_of(classifier.url, reward_model)
-    with Verifier("reward_model", 120.0, 1, options=options, batch_size=8) as verifier:
+    with verifier_of("reward_model", 120.0, 1, options=options, batch_size=8) as verifier:
         values = [score.value for score in verifier.score(inputs)]
         again = [score.value for score in verifier.score(inputs[::-1])]
     assert values == pytest.approx(
@@ -193,13 +194,13 @@ def test_a_run_trains_on_a_reward_models_scores(classifier, reward_model, tmp_pa
 def test_what_the_server_refuses_ends_the_run(classifier, reward_model, monkeypatch):
     options = options_of(classifier.url, reward_model)
     with (
-        Verifier("reward_model", 120.0, 1, options=options, attempts=3) as verifier,
+        verifier_of("reward_model", 120.0, 1, options=options, attempts=3) as verifier,
         pytest.raises(VerifierError, match=r"reward reward_model: .*/classify: status 400"),
     ):
         verifier.score([conversation("1+2 " * 2000)])
     monkeypatch.setenv(VARIABLE, "another")
     with (
-        Verifier("reward_model", 120.0, 1, options=options) as verifier,
+        verifier_of("reward_model", 120.0, 1, options=options) as verifier,
         pytest.raises(VerifierError, match="/classify: status 401"),
     ):
         verifier.score([conversation("2")])
@@ -216,7 +217,7 @@ def test_a_server_that_is_away_is_no_reward_of_0(reward_model, monkeypatch):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         options = options_of(f"http://127.0.0.1:{nobody.getsockname()[1]}", reward_model)
-        with Verifier("reward_model", 120.0, 1, options=options, attempts=2) as verifier:
+        with verifier_of("reward_model", 120.0, 1, options=options, attempts=2) as verifier:
             (score,) = verifier.check([conversation("2")])
     assert score.value != score.value  # NaN, not 0
     assert "Cannot connect to host 127.0.0.1" in (score.unavailable or "")
@@ -233,7 +234,7 @@ def judge_server(policy: Path) -> Iterator[RewardServer]:
 
 def judge(url: str, **options: Any) -> Verifier:
     given = {"url": f"{url}/v1", "model": "talker", "api_key_variable": VARIABLE, **options}
-    return Verifier("judge", 120.0, 1, options=given, batch_size=8, attempts=2)
+    return verifier_of("judge", 120.0, 1, options=given, batch_size=8, attempts=2)
 
 
 def test_a_judge_of_nonsense_gives_no_reward_or_the_one_that_is_configured(

@@ -19,9 +19,10 @@ from megatron_dppo.data.problems import PromptForm, load_problems
 from megatron_dppo.rewards import RewardInput
 from megatron_dppo.rewards import reasoning_gym as gym
 from megatron_dppo.rewards.json_values import from_json, to_json
-from megatron_dppo.rewards.verifier import Verifier, VerifierError
+from megatron_dppo.rewards.verifier import VerifierError
 from tests.messages import mentioning
 from tests.tiny_models import tiny_tokenizer
+from tests.verifiers import verifier_of
 
 pytestmark = pytest.mark.second
 
@@ -60,7 +61,7 @@ def test_every_task_scores_its_own_answers(tmp_path: Path) -> None:
             inputs.append(RewardInput.of(problem, response))
             expected.append(value)
             tasks.append(task)
-    with Verifier("reasoning_gym", timeout_s=60.0, workers=2) as verifier:
+    with verifier_of("reasoning_gym", timeout_s=60.0, workers=2) as verifier:
         scores = verifier.score(inputs)
     wrong = defaultdict(list)
     for task, value, score in zip(tasks, expected, scores, strict=True):
@@ -116,7 +117,7 @@ def test_what_is_no_task_is_named() -> None:
     with pytest.raises(ValueError, match=mentioning("difficulty")):
         gym.score(RewardInput("<answer>1</answer>", metadata={"difficulty": 3}))
     with (
-        Verifier("reasoning_gym", 60.0, 1, options={"answer_in": "braces"}) as verifier,
+        verifier_of("reasoning_gym", 60.0, 1, options={"answer_in": "braces"}) as verifier,
         pytest.raises(
             VerifierError, match=mentioning("answer_in", "'braces'", "tag", "box", "whole")
         ),

@@ -20,28 +20,29 @@ from megatron_dppo.rewards import verifier as verifiers
 from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError, require
 from megatron_dppo.system.ports import free_port
 from tests.messages import mentioning, mentions
+from tests.verifiers import verifier_of
 
 PLANTED = "tests.unit.planted_rewards:"
 
 
-def verifier_of(function: str, **settings: Any) -> Verifier:
-    return Verifier(PLANTED + function, **{"timeout_s": 60.0, "workers": 1, **settings})
+def planted_verifier(function: str, **settings: Any) -> Verifier:
+    return verifier_of(PLANTED + function, **settings)
 
 
 def test_a_reward_gets_what_its_parameters_name():
     reward_input = RewardInput("2.5", prompt="abc", messages=({}, {}), metadata={"factor": 3})
-    with verifier_of("with_metadata") as verifier:
+    with planted_verifier("with_metadata") as verifier:
         assert verifier.form() == RewardForm(("response", "metadata"), is_async=False)
         assert verifier.score([reward_input]) == [
             Score(7.5, components={"given": 2.5, "factor": 3.0}, reason="2.5 x 3.0")
         ]
-    with verifier_of("whole_record") as verifier:
+    with planted_verifier("whole_record") as verifier:
         assert verifier.score([reward_input])[0].value == pytest.approx(3.23)
 
 
 def test_a_reward_reads_columns_by_the_names_of_its_parameters():
     reward_input = RewardInput("abc", metadata={"difficulty": 2, "other": 5})
-    with verifier_of("with_columns", options={"factor": 10}) as verifier:
+    with planted_verifier("with_columns", options={"factor": 10}) as verifier:
         assert verifier.form() == RewardForm(("response",), is_async=False, columns=("difficulty",))
         assert [score.value for score in verifier.score([reward_input])] == [60.0]
         (score,) = verifier.check([RewardInput("abc", metadata={"other": 5})])
@@ -52,7 +53,7 @@ def test_a_reward_reads_columns_by_the_names_of_its_parameters():
 def test_a_function_of_verl_gets_what_verl_gives_it():
     options = {"function": PLANTED + "compute_score", "arguments": {"bonus": 0.5}}
     metadata = {"data_source": "gsm8k", "extra_info": {"split": "train"}}
-    with Verifier("verl", 60.0, 1, options=options) as verifier:
+    with verifier_of("verl", 60.0, 1, options=options) as verifier:
         inputs = [
             RewardInput("7", "7", metadata=metadata),
             RewardInput("8", "7", metadata=metadata),
@@ -67,7 +68,7 @@ def test_a_function_of_verl_gets_what_verl_gives_it():
 
 
 def test_options_are_keyword_arguments():
-    with verifier_of("with_options", options={"longest": 3, "penalty": 0.5}) as verifier:
+    with planted_verifier("with_options", options={"longest": 3, "penalty": 0.5}) as verifier:
         assert [s.value for s in verifier.score([RewardInput("abc"), RewardInput("abcdef")])] == [
             0,
             -1.5,
@@ -92,7 +93,7 @@ def test_a_signature_that_is_no_reward_is_refused_at_the_start(name, options, co
 
 
 def test_a_batch_form_gets_several_at_once():
-    with verifier_of("in_batches", batch_size=4) as verifier:
+    with planted_verifier("in_batches", batch_size=4) as verifier:
         verifier.form()
         scores = verifier.score([RewardInput("") for _ in range(9)])
         assert [s.value for s in scores] == [4.0] * 8 + [1.0]
@@ -101,21 +102,21 @@ def test_a_batch_form_gets_several_at_once():
 
 
 def test_one_of_a_batch_that_ends_the_process_costs_its_own_score():
-    with verifier_of("in_batches", batch_size=3) as verifier:
+    with planted_verifier("in_batches", batch_size=3) as verifier:
         scores = verifier.check([RewardInput(word) for word in ("", "", "die", "", "")])
         assert [s.crashed for s in scores] == [False, False, True, False, False]
         assert all(s.value >= 1 for s in scores if not s.crashed)
 
 
 def test_an_asynchronous_reward_is_asked_for_several_at_the_same_time():
-    with verifier_of("together", batch_size=3) as verifier:
+    with planted_verifier("together", batch_size=3) as verifier:
         assert verifier.form().is_async
         # Calls one after another would never end: the first waits for the two others.
         assert [s.value for s in verifier.score([RewardInput("3")] * 3)] == [1.0] * 3
 
 
 def test_an_answer_that_does_not_come_in_time_is_no_reward_of_0():
-    with verifier_of("away", batch_size=3, timeout_s=0.5) as verifier:
+    with planted_verifier("away", batch_size=3, timeout_s=0.5) as verifier:
         good, late = verifier.check([RewardInput("0"), RewardInput("50")])
         assert good == Score(1.0)
         assert math.isnan(late.value)
@@ -125,7 +126,7 @@ def test_an_answer_that_does_not_come_in_time_is_no_reward_of_0():
 
 
 def test_an_asynchronous_reward_whose_process_ends_is_no_reward_of_0():
-    with verifier_of("dying") as verifier:
+    with planted_verifier("dying") as verifier:
         (dead,) = verifier.check([RewardInput("die")])
         assert math.isnan(dead.value)
         assert mentions(dead.unavailable or "", "process")
@@ -138,17 +139,17 @@ def test_a_synchronous_reward_may_say_that_a_service_is_to_blame(monkeypatch):
     """
     monkeypatch.setattr(verifiers, "BACK_OFF_S", 0.001)
     settings = {"on_timeout": "unavailable", "timeout_s": 2.0}
-    with verifier_of("loop_on_request", **settings) as verifier:
+    with planted_verifier("loop_on_request", **settings) as verifier:
         late, good = verifier.check([RewardInput("loop"), RewardInput("ok")])
         assert (late.timed_out, good) == (False, Score(1.0))
         assert mentions(late.unavailable or "", "2 s")
-    with verifier_of("in_batches", batch_size=3, attempts=2, on_timeout="unavailable") as verifier:
+    with planted_verifier(
+        "in_batches", batch_size=3, attempts=2, on_timeout="unavailable"
+    ) as verifier:
         scores = verifier.check([RewardInput(word) for word in ("", "", "die", "", "")])
         reasons = [score.unavailable for score in scores]
         assert [reason is None for reason in reasons] == [True, True, False, True, True]
         assert mentions(reasons[2] or "", "process", "60 s")
-    terms = RewardConfig(name="exact_integer", on_timeout="unavailable").terms
-    assert Verifier.of(terms["exact_integer"])._on_timeout == "unavailable"
 
 
 ANSWERS = {
@@ -192,7 +193,7 @@ def test_a_clients_error_about_its_service_is_no_end_of_the_run(form, clients, f
     texts = [f"{client} {url}" for client in clients for url in urls]
     texts += [f"openai {failing_service}/{state}" for state in ("busy", "broken")]
     name = f"tests.unit.planted_services:{form}"
-    with Verifier(name, 60.0, 1, batch_size=4) as verifier:
+    with verifier_of(name, 60.0, 1, batch_size=4) as verifier:
         scores = verifier.check([RewardInput(text) for text in texts])
         unavailable = {text for text, s in zip(texts, scores, strict=True) if s.unavailable}
         assert unavailable == set(texts), [s.unavailable for s in scores]
@@ -205,9 +206,9 @@ def test_a_clients_error_about_its_service_is_no_end_of_the_run(form, clients, f
 def test_what_is_away_is_asked_again_so_many_times(monkeypatch, error):
     monkeypatch.setattr(verifiers, "BACK_OFF_S", 0.001)
     options = {"fails": 2, "error": error}
-    with verifier_of("Counting", options=options, attempts=3) as verifier:
+    with planted_verifier("Counting", options=options, attempts=3) as verifier:
         assert verifier.score([RewardInput("a"), RewardInput("b")]) == [Score(3.0)] * 2
-    with verifier_of("Counting", options=options, attempts=2) as verifier:
+    with planted_verifier("Counting", options=options, attempts=2) as verifier:
         (score,) = verifier.check([RewardInput("a")])
         assert mentions(score.unavailable or "", 2)
 

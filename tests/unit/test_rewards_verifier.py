@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.rewards import RewardInput as Input
-from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError, require
+from megatron_dppo.rewards.verifier import Score, VerifierError, require
 from tests.messages import mentioning, mentions
 from tests.patience import UNBOUNDED_S, happens, own_patience
+from tests.verifiers import verifier_of
 
 
 def reward_name(function: str) -> str:
@@ -26,20 +26,20 @@ def reward_name(function: str) -> str:
 
 
 def test_inline_rewards_start_no_process():
-    with Verifier("exact_integer", timeout_s=1.0, workers=2) as verifier:
+    with verifier_of("exact_integer", timeout_s=1.0, workers=2) as verifier:
         assert verifier._pool.workers == []
         assert verifier.score([Input("1+1=2", "2"), Input("3", "2")]) == [Score(1.0), Score(0.0)]
 
 
 def test_an_inline_reward_refuses_an_option_that_it_lacks():
     for name in ("exact_integer", "environment"):
-        verifier = Verifier(name, timeout_s=1.0, workers=1, options={"answer_in": "box"})
+        verifier = verifier_of(name, timeout_s=1.0, workers=1, options={"answer_in": "box"})
         with verifier, pytest.raises(VerifierError, match="answer_in"):
             verifier.form()
 
 
 def test_order_is_kept_and_workers_share_the_work():
-    with Verifier(reward_name("sleep_and_echo"), timeout_s=60.0, workers=2) as verifier:
+    with verifier_of(reward_name("sleep_and_echo"), timeout_s=60.0, workers=2) as verifier:
         pairs = [Input(str(0.05 * (i % 3)), str(i / 10)) for i in range(10)]
         assert [s.value for s in verifier.score(pairs)] == [i / 10 for i in range(10)]
         assert verifier.score([]) == []
@@ -47,7 +47,7 @@ def test_order_is_kept_and_workers_share_the_work():
 
 
 def test_a_runaway_check_is_killed_on_time_and_the_others_get_their_scores():
-    with Verifier(reward_name("loop_on_request"), timeout_s=2.0, workers=2) as verifier:
+    with verifier_of(reward_name("loop_on_request"), timeout_s=2.0, workers=2) as verifier:
         verifier.score([Input("", "")] * 4)  # both workers have started
         patience = own_patience(60)
         scores = verifier.score(
@@ -67,33 +67,33 @@ def test_a_runaway_check_is_killed_on_time_and_the_others_get_their_scores():
 
 
 def test_a_worker_that_the_system_ends_costs_one_score():
-    with Verifier(reward_name("die_on_request"), timeout_s=60.0, workers=1) as verifier:
+    with verifier_of(reward_name("die_on_request"), timeout_s=60.0, workers=1) as verifier:
         scores = verifier.score([Input("ok", ""), Input("die", ""), Input("ok", "")])
         assert scores == [Score(1.0), Score(0.0, crashed=True), Score(1.0)]
 
 
 @pytest.mark.parametrize("code", ["sys.exit()", "sys.exit('enough')"])
 def test_a_check_that_exits_costs_one_score(code):
-    with Verifier(reward_name("value_of"), timeout_s=60.0, workers=1) as verifier:
+    with verifier_of(reward_name("value_of"), timeout_s=60.0, workers=1) as verifier:
         scores = verifier.score([Input(text, "") for text in ("1", code, "2")])
         assert scores == [Score(1.0), Score(0.0, crashed=True), Score(2.0)]
 
 
 @pytest.mark.parametrize(("memory_gib", "is_enough"), [(4, False), (8, True)])
 def test_a_worker_has_the_address_space_that_it_is_given(memory_gib, is_enough):
-    with Verifier(reward_name("ask_for_gib"), 60.0, workers=1, memory_gib=memory_gib) as verifier:
+    with verifier_of(
+        reward_name("ask_for_gib"), 60.0, workers=1, memory_gib=memory_gib
+    ) as verifier:
         large = Score(1.0) if is_enough else Score(0.0, crashed=True)
         assert verifier.score([Input("1", ""), Input("5", ""), Input("1", "")]) == [
             Score(1.0),
             large,
             Score(1.0),
         ]
-    terms = RewardConfig(name="exact_integer", memory_gib=memory_gib).terms
-    assert Verifier.of(terms["exact_integer"])._memory_gib == memory_gib
 
 
 def test_a_worker_that_dies_while_idle_is_found_out():
-    with Verifier(reward_name("die_on_request"), timeout_s=60.0, workers=1) as verifier:
+    with verifier_of(reward_name("die_on_request"), timeout_s=60.0, workers=1) as verifier:
         verifier.score([Input("ok", "")])
         verifier._pool.workers[0]._process.kill()
         verifier._pool.workers[0]._process.wait()
@@ -101,7 +101,7 @@ def test_a_worker_that_dies_while_idle_is_found_out():
 
 
 def test_what_earlier_calls_left_in_a_process_costs_no_score():
-    with Verifier(reward_name("hoard"), 60.0, workers=1, memory_gib=1) as verifier:
+    with verifier_of(reward_name("hoard"), 60.0, workers=1, memory_gib=1) as verifier:
         # Each call has room alone, but not beside the memory of the call before, which the process still holds.
         assert verifier.score([Input("600", "")] * 3) == [Score(1.0)] * 3
         assert verifier.score([Input("1200", ""), Input("1", "")]) == [
@@ -113,14 +113,14 @@ def test_what_earlier_calls_left_in_a_process_costs_no_score():
 @pytest.mark.parametrize(("where", "value"), [("forked", 0.0), ("here", 1.0)])
 def test_no_answer_counts_for_another_response(where, value):
     """A forked child cannot send an answer. A forged answer of the reward's own process counts for this call only."""
-    with Verifier(reward_name("forge_on_request"), timeout_s=60.0, workers=1) as verifier:
+    with verifier_of(reward_name("forge_on_request"), timeout_s=60.0, workers=1) as verifier:
         scores = verifier.score([Input(text, "") for text in (where, "10", "20", "30")])
         assert [s.value for s in scores] == [value, 10.0, 20.0, 30.0]
 
 
 def test_a_reward_that_raises_is_an_error_with_its_traceback():
     with (
-        Verifier(reward_name("raise_on_request"), timeout_s=60.0, workers=1) as verifier,
+        verifier_of(reward_name("raise_on_request"), timeout_s=60.0, workers=1) as verifier,
         pytest.raises(VerifierError, match=mentioning("RuntimeError", "planted")),
     ):
         verifier.score([Input("raise", "")])
@@ -128,19 +128,19 @@ def test_a_reward_that_raises_is_an_error_with_its_traceback():
 
 def test_a_worker_that_cannot_start_is_an_error_with_its_output():
     with (
-        Verifier(reward_name("no_such_function"), timeout_s=60.0, workers=1) as verifier,
+        verifier_of(reward_name("no_such_function"), timeout_s=60.0, workers=1) as verifier,
         pytest.raises(VerifierError, match="no_such_function"),
     ):
         verifier.score([Input("", "")])
 
 
 def test_long_unicode_responses_and_prints_of_the_reward_pass():
-    with Verifier(reward_name("length_and_print"), timeout_s=60.0, workers=1) as verifier:
+    with verifier_of(reward_name("length_and_print"), timeout_s=60.0, workers=1) as verifier:
         assert verifier.score([Input("é\n\u2028" * 100_000, "")]) == [Score(0.3)]
 
 
 def test_calls_from_several_threads_get_their_own_scores():
-    with Verifier(reward_name("sleep_and_echo"), timeout_s=60.0, workers=2) as verifier:
+    with verifier_of(reward_name("sleep_and_echo"), timeout_s=60.0, workers=2) as verifier:
         results: dict[int, list[float]] = {}
 
         def call(k: int) -> None:
@@ -155,7 +155,7 @@ def test_calls_from_several_threads_get_their_own_scores():
 
 
 def test_processes_are_gone_after_closing():
-    with Verifier(reward_name("loop_on_request"), timeout_s=60.0, workers=2) as verifier:
+    with verifier_of(reward_name("loop_on_request"), timeout_s=60.0, workers=2) as verifier:
         pids = [worker.pid for worker in verifier._pool.workers]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -167,18 +167,18 @@ def test_processes_are_gone_after_closing():
 def test_bombs_in_mathematics_do_not_hang():
     bombs = [r"\boxed{9^{9^{9^9}}}", r"\boxed{" + "(" * 400 + "}", r"\boxed{999999999!}"]
     pairs = [Input(bomb, "5") for bomb in bombs] + [Input(r"\boxed{5}", "5")]
-    with Verifier("math_verify", timeout_s=2.0, workers=1) as verifier:
+    with verifier_of("math_verify", timeout_s=2.0, workers=1) as verifier:
         scores = verifier.score(pairs)
     assert [s.value for s in scores] == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_impossible_settings():
     with pytest.raises(ValueError, match="'nope'"):
-        Verifier("nope", timeout_s=1.0, workers=1)
-    with pytest.raises(ValueError, match=r"timeout_s.* 0 .*1"):
-        Verifier("math_verify", timeout_s=0, workers=1)
-    with pytest.raises(ValueError, match=r"workers.* 1 .*0"):
-        Verifier("math_verify", timeout_s=1, workers=0)
+        verifier_of("nope", timeout_s=1.0, workers=1)
+    with pytest.raises(ValueError, match="timeout_s"):
+        verifier_of("math_verify", timeout_s=0, workers=1)
+    with pytest.raises(ValueError, match="workers"):
+        verifier_of("math_verify", timeout_s=1, workers=0)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_impossible_settings():
     ],
 )
 def test_anything_but_a_score_is_one_line(value, complaint):
-    with Verifier(reward_name("value_of"), timeout_s=60.0, workers=1) as verifier:
+    with verifier_of(reward_name("value_of"), timeout_s=60.0, workers=1) as verifier:
         with pytest.raises(VerifierError) as caught:
             verifier.score([Input("0.5", "a"), Input(value, "b" * 999)])
         # The worker goes on. NumPy's numbers, integers and booleans are scores.
@@ -210,12 +210,12 @@ def test_anything_but_a_score_is_one_line(value, complaint):
 
 
 def test_a_check_hands_back_what_a_reward_refuses():
-    with Verifier(reward_name("refuse_on_request"), timeout_s=60.0, workers=1) as verifier:
+    with verifier_of(reward_name("refuse_on_request"), timeout_s=60.0, workers=1) as verifier:
         good, bad = verifier.check([Input("", ""), Input("refuse", "")])
     assert good == Score(1.0)
     assert bad.value == 0.0
     assert mentions(bad.refusal or "", "planted_rewards.py")
-    with Verifier("exact_integer", timeout_s=1.0, workers=1) as verifier:
+    with verifier_of("exact_integer", timeout_s=1.0, workers=1) as verifier:
         (refused,) = verifier.check([Input("1", "one")])
     assert "'one'" in (refused.refusal or "")
 
@@ -238,7 +238,7 @@ def is_running(pid: int) -> bool:
 def test_what_a_check_started_ends_with_it(tmp_path, response):
     """This includes a process in another session or with another parent, and a check that crashed or was killed."""
     ids_file = tmp_path / "children"
-    with Verifier(reward_name("leave_children"), timeout_s=4.0, workers=1) as verifier:
+    with verifier_of(reward_name("leave_children"), timeout_s=4.0, workers=1) as verifier:
         [score] = verifier.score([Input(response, str(ids_file))])
         assert (score.crashed, score.timed_out) == (response == "die", response == "loop")
         assert happens(lambda: children_of(ids_file) == [])
@@ -249,8 +249,8 @@ def test_what_a_check_started_ends_with_whoever_wanted_its_score(tmp_path):
     ids_file = tmp_path / "children"
     code = (
         "from megatron_dppo.rewards import RewardInput\n"
-        "from megatron_dppo.rewards.verifier import Verifier\n"
-        f"with Verifier({reward_name('leave_children')!r}, timeout_s=300, workers=1) as verifier:\n"
+        "from tests.verifiers import verifier_of\n"
+        f"with verifier_of({reward_name('leave_children')!r}, timeout_s=300, workers=1) as verifier:\n"
         f"    verifier.score([RewardInput('loop', {str(ids_file)!r})])\n"
     )
     rank = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
@@ -268,7 +268,7 @@ def test_what_a_check_started_ends_with_whoever_wanted_its_score(tmp_path):
 
 @pytest.mark.parametrize("reward", ["exact_integer", reward_name("is_the_answer")])
 def test_what_arrives_is_scored_while_nobody_waits(reward):
-    with Verifier(reward, timeout_s=5, workers=1) as verifier:
+    with verifier_of(reward, timeout_s=5, workers=1) as verifier:
         futures = [verifier.submit(Input(str(i), "3")) for i in range(5)]
         assert reward != "exact_integer" or all(f.done() for f in futures)
         assert [f.result(timeout=UNBOUNDED_S).value for f in futures] == [0, 0, 0, 1, 0]
@@ -276,14 +276,14 @@ def test_what_arrives_is_scored_while_nobody_waits(reward):
 
 
 def test_an_error_reaches_who_waits_and_later_responses_are_scored():
-    with Verifier(reward_name("raise_on_request"), timeout_s=60.0, workers=1) as verifier:
+    with verifier_of(reward_name("raise_on_request"), timeout_s=60.0, workers=1) as verifier:
         with pytest.raises(VerifierError, match=mentioning("RuntimeError", "planted")):
             verifier.submit(Input("raise", "")).result(timeout=UNBOUNDED_S)
         assert verifier.submit(Input("ok", "")).result(timeout=UNBOUNDED_S) == Score(1.0)
 
 
 def test_closing_ends_what_is_being_checked_and_what_waits():
-    with Verifier(reward_name("loop_on_request"), timeout_s=60.0, workers=1) as verifier:
+    with verifier_of(reward_name("loop_on_request"), timeout_s=60.0, workers=1) as verifier:
         verifier.score([Input("ok", "")])
         first, second = (verifier.submit(Input("loop", "")) for _ in range(2))
         while not first.running():

@@ -31,6 +31,7 @@ from megatron_dppo.system.secret_variables import (
 )
 from tests.patience import Patience, family_of
 from tests.ranks import ROOT
+from tests.verifiers import verifier_of
 
 KEYS = {
     "WANDB_API_KEY": "wandb-4711",
@@ -264,14 +265,14 @@ def read_variables(verifier: Verifier) -> list[list[str]]:
 
 @pytest.mark.usefixtures("keys")
 def test_a_reward_gets_the_keys_that_are_passed_and_what_it_starts_gets_none():
-    with Verifier(PLANTED + "variables_seen", 60.0, 1) as verifier:
+    with verifier_of(PLANTED + "variables_seen", 60.0, 1) as verifier:
         assert read_variables(verifier) == [["MODEL_URL"], ["MODEL_URL"]]
         # The worker's limits and options are not in its command line either.
         (worker,) = verifier._pool.workers
         command = Path(f"/proc/{worker.pid}/cmdline").read_bytes().split(b"\0")
         assert command[-3:-2] == [b"megatron_dppo.rewards.verifier"]
         assert command[-2].isdigit()
-    with Verifier(
+    with verifier_of(
         PLANTED + "variables_seen", 60.0, 1, passed_variables=["HF_TOKEN", "NOT_SET"]
     ) as verifier:
         assert read_variables(verifier) == [["HF_TOKEN", "MODEL_URL"], ["MODEL_URL"]]
@@ -306,18 +307,20 @@ def test_an_environment_gets_the_keys_that_are_passed_and_so_do_its_programs(pas
 @pytest.mark.usefixtures("keys")
 def test_a_key_that_options_name_is_passed():
     options = {"api_key_variable": "JUDGE_TOKEN"}
-    with Verifier(PLANTED + "VariablesSeen", 60.0, 1, options=options) as verifier:
+    with verifier_of(PLANTED + "VariablesSeen", 60.0, 1, options=options) as verifier:
         assert read_variables(verifier) == [["JUDGE_TOKEN", "MODEL_URL"], ["MODEL_URL"]]
 
 
 @pytest.mark.usefixtures("keys")
 def test_a_reward_that_misses_a_key_is_told_how_to_get_it():
     with (
-        Verifier(PLANTED + "key_on_request", 60.0, 1) as verifier,
+        verifier_of(PLANTED + "key_on_request", 60.0, 1) as verifier,
         pytest.raises(VerifierError, match=r"HF_TOKEN.*passed_variables"),
     ):
         verifier.score([RewardInput("HF_TOKEN", "")])
-    with Verifier(PLANTED + "key_on_request", 60.0, 1, passed_variables=["HF_TOKEN"]) as verifier:
+    with verifier_of(
+        PLANTED + "key_on_request", 60.0, 1, passed_variables=["HF_TOKEN"]
+    ) as verifier:
         (score,) = verifier.score([RewardInput("HF_TOKEN", "")])
     assert score.value == len("HF_TOKEN of the run")
 
@@ -329,7 +332,7 @@ def test_an_error_about_a_key_that_was_passed_has_no_hint():
     assert withheld_hint("no HF_TOKEN", passed, "the list") == ""
     reward = PLANTED + "key_named_in_an_error"
     with (
-        Verifier(reward, 60.0, 1, passed_variables=passed) as verifier,
+        verifier_of(reward, 60.0, 1, passed_variables=passed) as verifier,
         pytest.raises(VerifierError, match="HF_TOKEN") as caught,
     ):
         verifier.score([RewardInput("HF_TOKEN", "")])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from data_plane_benchmark.meters import Meter, ReceivedBytes
 from data_plane_benchmark.synthetic import Size
+from megatron_dppo.config.data_schema import RewardTerm
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.answer_parsing import AnswerParser, ReceivedAnswer
 from megatron_dppo.engine.client import EngineClient
@@ -66,7 +67,7 @@ def generate(size: Size, url: str, positions: list[int], parser: AnswerParser) -
 
 def score(size: Size, own: list[Trajectory]) -> list[Trajectory]:
     """Return ``own`` with rewards and advantages."""
-    with Verifier("exact_integer", 10, 1) as verifier:
+    with Verifier(RewardTerm(name="exact_integer")) as verifier:
         scores = verifier.score([RewardInput(t.text, "42") for t in own])
     config = size.config()
     most_tokens = config.rollout.max_response_tokens
