@@ -7,18 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import server_environment
 from megatron_dppo.engine.process import LIBRARIES as SERVER_LIBRARIES
-from megatron_dppo.launch.local import (
-    LOOPBACK,
-    RankGroup,
-    cores_of_ranks,
-    ranks_environment,
-    terminal_of,
-)
+from megatron_dppo.launch.local import RankGroup, cores_of_ranks, ranks_environment, terminal_of
 from megatron_dppo.launch.supervisor import keep_previous
 from megatron_dppo.logging import TERMINAL_VARIABLE
 from megatron_dppo.spec import RunSpec
@@ -40,47 +33,25 @@ LIBRARIES: Mapping[str, Sequence[str]] = {
 
 
 class ForkedRankGroup(RankGroup):
-    """A RankGroup whose ranks one fork server starts.
+    """A RankGroup whose ranks one fork server starts. The command is ``python -m MODULE ARGUMENT ...``."""
 
-    Args:
-        module: module that a rank runs, as ``python -m`` would.
-        config: the file that the module is called with.
-        outputs, master_port, variables, master_host, cores: as in RankGroup.
-    """
-
-    def __init__(
-        self,
-        module: str,
-        config: Path,
-        outputs: Sequence[Path],
-        master_port: int | None,
-        variables: Mapping[str, str] | None = None,
-        *,
-        master_host: str = LOOPBACK,
-        cores: int | None = None,
-    ) -> None:
-        # The command line of a fork is only the module's arguments: it runs no interpreter.
-        arguments = [str(config)]
-        super().__init__(
-            arguments, outputs, master_port, variables, master_host=master_host, cores=cores
-        )
-        self._module = module
-        self._server: ForkServer | None = None
-        self._ranks: list[ForkedProcess] = []
+    _server: ForkServer | None = None
+    _ranks: Sequence[ForkedProcess] = ()
 
     def start(self, number: int = 1) -> None:
         for path in self._outputs:
             keep_previous(path)
         if self._server is None or not self._server.is_alive:
-            libraries = libraries_of(self._module)
+            libraries = libraries_of(self._command[2])
             with self._outputs[0].open("wb") as file:
                 self._server = ForkServer(libraries, self.environment(), file.fileno())
         variables = self.start_variables(number)
-        self._ranks = []
-        for rank in range(len(self._outputs)):
-            self._ranks.append(self._fork(self._server, rank, variables))
+        ranks = range(len(self._outputs))
+        self._ranks = [self._fork(self._server, rank, variables) for rank in ranks]
 
     def _fork(self, server: ForkServer, rank: int, variables: Mapping[str, str]) -> ForkedProcess:
+        # A fork runs no interpreter, so it gets the words after ``python -m``.
+        _, _, module, *arguments = self._command
         variables = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (
             open(os.devnull, "rb") as nothing,
@@ -92,7 +63,7 @@ class ForkedRankGroup(RankGroup):
             if terminal is not None:
                 descriptors.append(terminal)
                 descriptor_variables.append(TERMINAL_VARIABLE)
-            request = ForkRequest(self._module, self._command, variables, descriptor_variables)
+            request = ForkRequest(module, arguments, variables, descriptor_variables)
             return server.fork(request, descriptors)
 
     def codes(self) -> list[int | None]:

@@ -82,22 +82,11 @@ def run_local(config: PolicyConfig, spec: RunSpec | None, module: str, machine: 
         # Import here: ``forked_ranks`` imports this module.
         from megatron_dppo.launch.forked_ranks import ForkedRankGroup, shares_imports
 
-        def group(variables: Mapping[str, str]) -> RankGroup:
-            if shares_imports(ranks, machine.gpus):
-                return ForkedRankGroup(
-                    module,
-                    directory.config,
-                    outputs,
-                    port,
-                    variables,
-                    master_host=host,
-                    cores=cores,
-                )
-            command = rank_command(module, directory)
-            return RankGroup(command, outputs, port, variables, master_host=host, cores=cores)
-
+        group = ForkedRankGroup if shares_imports(ranks, machine.gpus) else RankGroup
+        command = rank_command(module, directory)
+        ranks_with = partial(group, command, outputs, port, master_host=host, cores=cores)
         starts = _server_starts(config, placement)
-        return supervisor_of(config, spec, directory, placement, starts, group).run().code
+        return supervisor_of(config, spec, directory, placement, starts, ranks_with).run().code
 
 
 def _server_starts(config: PolicyConfig, placement: Placement) -> ServerStarts | None:

@@ -31,7 +31,8 @@ def start_group(tmp_path, monkeypatch):
         config = tmp_path / "config"
         config.write_text(how)
         outputs = [tmp_path / f"rank{rank}.out" for rank in range(3)]
-        group = ForkedRankGroup("tests.unit.forked_rank", config, outputs, 1, cores=1)
+        command = [sys.executable, "-m", "tests.unit.forked_rank", str(config)]
+        group = ForkedRankGroup(command, outputs, 1, cores=1)
         group.start()
         groups.append(group)
         return group
@@ -94,7 +95,8 @@ def test_ranks_are_cleared_during_the_imports(tmp_path, monkeypatch):
     (tmp_path / "endless_library.py").write_text("import time; time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     outputs = [tmp_path / f"rank{rank}.out" for rank in range(3)]
-    group = ForkedRankGroup("endless_library", tmp_path, outputs, 1, cores=1)
+    command = [sys.executable, "-m", "endless_library"]
+    group = ForkedRankGroup(command, outputs, 1, cores=1)
     group.start()
     try:
         group.clear()
