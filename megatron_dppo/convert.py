@@ -21,6 +21,7 @@ from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_stored_shape, unknown_key_warnings
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import parameter_count
+from megatron_dppo.model.resharding import print_plan
 from megatron_dppo.model.shape import ITEM_BYTES
 from megatron_dppo.system.arguments import positive_count, positive_number
 from megatron_dppo.system.errors import RunError
@@ -252,8 +253,6 @@ def _upload(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.model.resharding import print_plan
-
     sizes = (arguments.tp, arguments.pp, arguments.vpp, arguments.ep, arguments.etp)
     layout = Layout.smallest(*sizes)
     if arguments.dp is not None:

@@ -28,6 +28,8 @@ from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import INTERRUPTED, LOGS_FOLDER, aligned, configure_logging, fatal
 from megatron_dppo.metrics.records import SAMPLES_FILE
 from megatron_dppo.own_fleet import OwnFleet, own_fleet, own_fleet_faults
+from megatron_dppo.rewards import find_reward
+from megatron_dppo.rewards.notation import plain_notation
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.arguments import finite_number
 from megatron_dppo.system.errors import RunError
@@ -279,9 +281,6 @@ class _Checkpoint:
 
     def _answers(self, problems: Sequence[Problem], responses: Sequence[Trajectory]) -> list[str]:
         """The final answers of the responses as their first rewards read them; empty if a reward reads none."""
-        from megatron_dppo.rewards import find_reward
-        from megatron_dppo.rewards.notation import plain_notation
-
         rewards = self.config.reward
         answers: list[str] = []
         for number, response in enumerate(responses):

@@ -19,10 +19,12 @@ from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION, free_server_port
 from megatron_dppo.engine.process import EngineProcess, Runtime, local_launcher
+from megatron_dppo.fleet.record import Keys, Server
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.machine_checks import passed_variable_faults
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.spec import RunSpec
+from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Trajectory
     from megatron_dppo.fleet.generation import Generation, GenerationJob, OnResponse
     from megatron_dppo.fleet.membership import Member
-    from megatron_dppo.fleet.record import Server
     from megatron_dppo.loop.scorer import Scorer
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,6 @@ def own_fleet(config: TrainConfig, spec: RunSpec, logs: Path) -> Iterator[OwnFle
 def _servers(config: TrainConfig, spec: RunSpec, logs: Path) -> Iterator[list[Member]]:
     """Start servers on this machine, and kill them at the end."""
     from megatron_dppo.fleet.membership import Member
-    from megatron_dppo.fleet.record import Keys, Server
 
     servers = spec.servers
     keys = Keys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
@@ -122,7 +122,6 @@ class OwnFleet:
         from megatron_dppo.engine.answer_parsing import AnswerParser
         from megatron_dppo.fleet.client import FleetClient
         from megatron_dppo.fleet.generation import GenerationLimits, Slots
-        from megatron_dppo.system.async_runner import AsyncRunner
 
         self._limits = GenerationLimits.of(config.rollout, config.engine, config.environment)
         self._slots = Slots(self._limits.calls, self._limits.episodes)

@@ -24,9 +24,10 @@ from megatron_dppo.config import (
     resolved_yaml,
 )
 from megatron_dppo.config.layout import describe, missing_weights
-from megatron_dppo.config.loading import Remainder
+from megatron_dppo.config.loading import Remainder, load_as
 from megatron_dppo.config.machine import has_server_sizes, this_machine
 from megatron_dppo.launch.arguments import add_config_arguments
+from megatron_dppo.launch.hosts import HostsConfig, run_on_hosts
 from megatron_dppo.launch.library_checks import (
     CHECK,
     check_everything,
@@ -35,7 +36,9 @@ from megatron_dppo.launch.library_checks import (
     embedding_warnings,
     untried_options,
 )
+from megatron_dppo.launch.local import run_local
 from megatron_dppo.launch.rank_start import begin_rank
+from megatron_dppo.launch.run_directory import is_finished
 from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.launch.stops import exit_by_code
@@ -174,9 +177,6 @@ def _changes(config: TrainConfig) -> str | None:
 
 def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
     """Check everything in a child process, then run to the end."""
-    from megatron_dppo.launch.local import run_local
-    from megatron_dppo.launch.run_directory import is_finished
-
     exit_by_code()
     machine = this_machine()
     faults = []
@@ -218,9 +218,6 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
 
 
 def _run_on_hosts(config: TrainConfig, spec: RunSpec, path: str) -> int:
-    from megatron_dppo.config.loading import load_as
-    from megatron_dppo.launch.hosts import HostsConfig, run_on_hosts
-
     return run_on_hosts(config, spec, load_as(HostsConfig, path), MODULE)
 
 

@@ -343,10 +343,17 @@ def _print_assumptions(console: Console, plan: RunPlan) -> None:
 
 
 _COLOURS = {
-    "weights": "#4C72B0", "gradients": "#DD8452", "optimizer": "#55A868", "activations": "#C44E52",
-    "logits": "#8172B3", "working": "#937860", "communicators": "#8C8C8C", "context": "#CCB974",
-    "KV cache": "#64B5CD", "left free": "#E5E5E5",
-}  # fmt: skip
+    "weights": "#4C72B0",
+    "gradients": "#DD8452",
+    "optimizer": "#55A868",
+    "activations": "#C44E52",
+    "logits": "#8172B3",
+    "working": "#937860",
+    "communicators": "#8C8C8C",
+    "context": "#CCB974",
+    "KV cache": "#64B5CD",
+    "left free": "#E5E5E5",
+}
 
 
 def bars(plan: RunPlan) -> dict[str, dict[str, float]]:

@@ -45,10 +45,22 @@ PLACEHOLDER = "{prompt}"
 """Part of a prompt template that the problem's text replaces."""
 
 RESERVED_ARGUMENTS = (
-    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs",
-)  # fmt: skip
+    "conversation",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)
 """Arguments of ``apply_chat_template`` that the package sets itself, or that do not reach the template."""
 
 ROLE = re.compile(r"[A-Za-z][\w-]*", re.ASCII)

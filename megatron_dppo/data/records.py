@@ -69,12 +69,16 @@ class RecordSet(NamedTuple):
 
 
 class FileRecords(NamedTuple):
-    """The records of a file, the location of each in words, the SHA-256 of the file's bytes, and ``FilePart.unit``."""
+    """The records of a file, the location of each in words, ``FilePart.unit``, and the SHA-256 of the file's bytes."""
 
     records: list[Record]
     locations: list[str]
-    sha256: str
     unit: str
+    sha256: str
+
+
+_Parsed = tuple[list[Record], list[str], str]
+"""The fields of ``FileRecords`` that parsing a file yields."""
 
 
 def read_records(path: Path) -> FileRecords:
@@ -85,11 +89,9 @@ def read_records(path: Path) -> FileRecords:
             raise DataError(f"{path}: the file is empty, expected at least one row")
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecords(records, _numbered(path, "row", len(records)), digest, "row")
+        return FileRecords(records, _numbered(path, "row", len(records)), "row", digest)
     content = _content(path)
-    digest = hashlib.sha256(content).hexdigest()
-    parsed = _parse_text_file(path, _decompressed(path, content))
-    return FileRecords(parsed.records, parsed.locations, digest, parsed.unit)
+    return FileRecords(*_parse_text_file(path, content), hashlib.sha256(content).hexdigest())
 
 
 def _numbered(path: Path, unit: str, count: int) -> list[str]:
@@ -165,29 +167,20 @@ def _decompressed(path: Path, content: bytes) -> bytes:
         raise DataError(f"{path}: {error}") from error
 
 
-class _ParsedText(NamedTuple):
-    """The records of a text file, the location of each in words, and ``FilePart.unit``."""
-
-    records: list[Record]
-    locations: list[str]
-    unit: str
-
-
-def _parse_text_file(path: Path, content: bytes) -> _ParsedText:
-    """Parse a file of JSON Lines, a JSON document or a CSV file."""
+def _parse_text_file(path: Path, content: bytes) -> _Parsed:
+    """Parse a file of JSON Lines, a JSON document or a CSV file, perhaps compressed."""
+    content = _decompressed(path, content)
     delimiter = _delimiter(path)
     if delimiter is not None:
         return _parse_table(path, content, delimiter)
     content = content.removeprefix(b"\xef\xbb\xbf").strip()
-    if content.startswith(b"["):
-        return _parse_document(path, content)
     # One object may be the whole file: a record of several lines, or an object with a list of records.
     if content.startswith(b"[") or (content.startswith(b"{") and _is_json(content)):
         return _parse_document(path, content)
     return _parse_lines(path, content)
 
 
-def _parse_document(path: Path, content: bytes) -> _ParsedText:
+def _parse_document(path: Path, content: bytes) -> _Parsed:
     """Parse a JSON document: a list of objects, an object with one such list, or one object, which is a record."""
     is_line = content.startswith(b"{") and b"\n" not in content
     document = _parse_text(content, f"{path}, line 1" if is_line else str(path))
@@ -204,7 +197,7 @@ def _parse_document(path: Path, content: bytes) -> _ParsedText:
             )
     if not document:
         raise DataError(f"{path}: the list is empty, expected at least one JSON object")
-    return _ParsedText(document, _numbered(path, unit, len(document)), unit)
+    return document, _numbered(path, unit, len(document)), unit
 
 
 def _is_wrapped_list(document: Mapping[str, Any]) -> bool:
@@ -224,7 +217,7 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _parse_table(path: Path, content: bytes, delimiter: str) -> _ParsedText:
+def _parse_table(path: Path, content: bytes, delimiter: str) -> _Parsed:
     """Parse a CSV file, whose first line has the column names. Values are text; an empty value becomes None."""
     try:
         text = content.decode("utf-8-sig")
@@ -246,10 +239,10 @@ def _parse_table(path: Path, content: bytes, delimiter: str) -> _ParsedText:
             raise DataError(f"{location}: expected {count} columns, as the first line names")
         records.append({key: value or None for key, value in row.items()})
         locations.append(location)
-    return _ParsedText(records, locations, "row")
+    return records, locations, "row"
 
 
-def _parse_lines(path: Path, content: bytes) -> _ParsedText:
+def _parse_lines(path: Path, content: bytes) -> _Parsed:
     """Parse JSON Lines. Blank lines are left out."""
     records: list[Record] = []
     locations: list[str] = []
@@ -267,7 +260,7 @@ def _parse_lines(path: Path, content: bytes) -> _ParsedText:
         raise DataError(f"{path}: the file is empty, expected one JSON object a line")
     # The number of a record is the number of its line, unless there are blank lines.
     unit = "line" if len(records) == number else "record"
-    return _ParsedText(records, locations, unit)
+    return records, locations, unit
 
 
 def _parse_text(text: bytes, location: str) -> Any:
@@ -296,7 +289,8 @@ def _parse_text(text: bytes, location: str) -> Any:
 
 def _objects(path: Path) -> list[Record]:
     """Read the records of a CSV, JSONL or JSON file."""
-    return _parse_text_file(path, _decompressed(path, _content(path))).records
+    records, *_ = _parse_text_file(path, _content(path))
+    return records
 
 
 def _content(path: Path) -> bytes:

@@ -13,8 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data.published import SETS, prepare
+from megatron_dppo.data.turn_ends import ResponseEnds
+from megatron_dppo.diagnostics.reward_checks import check_rewards
 from megatron_dppo.logging import fatal
+from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards import find_reward
 from megatron_dppo.system.arguments import count_or_zero, finite_number, positive_count
 from megatron_dppo.system.errors import RunError
@@ -38,8 +42,6 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from megatron_dppo.metrics.progress import progress
-
     try:
         from megatron_dppo.rewards import reasoning_gym
     except ImportError as error:
@@ -79,9 +81,7 @@ def _setting(option: str, word: str) -> tuple[str, Any]:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from megatron_dppo.config.data_schema import RewardConfig
     from megatron_dppo.data.problems import DataKeys, PromptForm, embedding_rows, load_tokenizer
-    from megatron_dppo.data.turn_ends import ResponseEnds
     from megatron_dppo.diagnostics.data_inspection import Inspection, inspect
 
     _require_reward(options.reward)
@@ -113,8 +113,6 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _check_rewards(options: argparse.Namespace) -> int:
-    from megatron_dppo.diagnostics.reward_checks import check_rewards
-
     _require_reward(options.reward)
     return check_rewards(
         options.file, options.reward, options.timeout, options.workers, options.passed_variables

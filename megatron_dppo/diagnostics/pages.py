@@ -1,4 +1,7 @@
-"""Render the HTML pages of the diagnostics from ``templates/``. The classes hold the content of a page."""
+"""Render the HTML pages of the diagnostics from ``templates/``, and their tables on a console.
+
+The classes hold the content of a page.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from megatron_dppo.metrics.samples import printable
 
@@ -31,6 +37,22 @@ class SummaryTable:
         if self.rows:
             return self.title
         return f"{self.title}: (none)"
+
+    def show(self, console: Console) -> None:
+        """Print the table."""
+        if not self.rows:
+            console.print(self.shown_title)
+            return
+        columns: list[Column] = []
+        for name in self.columns:
+            columns.append(Column(name, justify="left" if name in LEFT_ALIGNED else "right"))
+        note = self.note or None
+        table = Table(
+            *columns, title=self.title, title_justify="left", caption=note, caption_justify="left"
+        )
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
 
 
 @dataclass(frozen=True)
@@ -68,7 +90,10 @@ def visible(text: str) -> str:
 
 TEMPLATES = Path(__file__).with_name("templates")
 LEFT_ALIGNED = frozenset(
-    {"", "token", "metric", "meaning", "blocked where", "verdict", "computed otherwise"}
+    {
+        *("", "token", "metric", "meaning", "blocked where", "verdict", "computed otherwise"),
+        *("fixed", "cause", "implementation", "update"),
+    }
 )
 """Names of the columns with text; the other columns have numbers."""
 

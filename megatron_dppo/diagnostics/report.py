@@ -12,11 +12,11 @@ megatron-dppo report runs/a runs/b --output ab.png   # one line for each run
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
-from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -223,7 +223,7 @@ def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: f
             handles=_by_rows(handles, rows),
             loc="lower left",
             bbox_to_anchor=(-0.01, 0.985),
-            ncols=ceil(len(handles) / rows),
+            ncols=math.ceil(len(handles) / rows),
             frameon=False,
             fontsize=SMALL,
             handlelength=handle_length,
@@ -237,7 +237,7 @@ def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: f
 
 def _by_rows(handles: list, rows: int) -> list:
     """Return ``handles`` in an order that reads row by row, although matplotlib fills a legend column by column."""
-    columns = ceil(len(handles) / rows)
+    columns = math.ceil(len(handles) / rows)
     lines = [handles[i : i + columns] for i in range(0, len(handles), columns)]
     return [handle for handle in chain(*zip_longest(*lines)) if handle is not None]
 
@@ -404,11 +404,6 @@ def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
     _draw_from_zero(axes, runs, panel, "Model arithmetic in training", unit)
 
 
-def draw_memory(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw the largest memory of a rank, and on the right axis the ranks' idle share."""
-    _draw_from_zero(axes, runs, "memory", "Peak memory and idle ranks", "GiB", "% of FLOPs")
-
-
 def _draw_from_zero(
     axes: Axes, runs: list[RunRecords], panel: str, title: str, unit: str, right: str | None = None
 ) -> None:
@@ -428,28 +423,25 @@ def _draw_from_zero(
     finish(axes, title, unit, handles)
 
 
-draw_length = partial(
-    _draw_from_zero,
-    panel="length",
-    title="Response length and truncation",
-    unit="tokens",
-    right="% truncated",
-)
-draw_age = partial(
-    _draw_from_zero,
-    panel="age",
-    title="Age of the tokens",
-    unit="weight versions",
-    right="% interrupted",
-)
-draw_waiting = partial(_draw_from_zero, panel="waiting", title="Waiting", unit="% of the time")
-draw_update_seconds = partial(
-    _draw_from_zero, panel="update seconds", title="Weight update: time", unit="seconds"
-)
+Draw = Callable[[Axes, list[RunRecords]], None]
+"""Function that draws a panel of the page."""
+
+
+def _plain(panel: str, title: str, unit: str, right: str | None = None) -> Draw:
+    """Return ``_draw_from_zero`` for a panel."""
+    return partial(_draw_from_zero, panel=panel, title=title, unit=unit, right=right)
+
+
+draw_length = _plain("length", "Response length and truncation", "tokens", "% truncated")
+draw_memory = _plain("memory", "Peak memory and idle ranks", "GiB", "% of FLOPs")
+draw_age = _plain("age", "Age of the tokens", "weight versions", "% interrupted")
+draw_waiting = _plain("waiting", "Waiting", "% of the time")
+draw_turns = _plain("turns", "Turns of the policy", "turns")
+draw_prefix = _plain("prefix", "Prompt tokens in the prefix cache", "%")
+draw_accepted = _plain("accepted", "Tokens for each verification", "tokens")
+draw_update_seconds = _plain("update seconds", "Weight update: time", "seconds")
 """Draw the seconds of each update, of the engines' pause in it, and of the fastest update that the network allows."""
-draw_update_bytes = partial(
-    _draw_from_zero, panel="update bytes", title="Weight update: bytes", unit="GB"
-)
+draw_update_bytes = _plain("update bytes", "Weight update: bytes", "GB")
 """Draw the bytes of each update, their static lower bound, and the bytes that left a node."""
 
 REST = "rest"
@@ -562,24 +554,21 @@ def _draw_means(
 
 
 PANELS = (draw_reward, draw_gap, draw_masked, draw_entropy, draw_length, draw_time)
-USE_PANELS = (draw_arithmetic, draw_memory)
-"""Panels of the machine's use, drawn if any run has recorded it."""
-USE_METRICS = (metric_names.TFLOPS, metric_names.PEAK_MEMORY, metric_names.IDLE_SHARE)
-AHEAD_PANELS = (draw_age, draw_waiting)
-"""Panels of generation ahead of the trainer, drawn if any run has trained on tokens of older weights."""
-TURN_PANELS = (
-    partial(_draw_from_zero, panel="turns", title="Turns of the policy", unit="turns"),
-    partial(_draw_from_zero, panel="prefix", title="Prompt tokens in the prefix cache", unit="%"),
+"""The panels of every run of reinforcement learning."""
+RECORDED = -math.inf
+FURTHER_PANELS: Sequence[tuple[Sequence[str], float, Sequence[Draw]]] = (
+    ([metric_names.TEACHER_GAP], RECORDED, [draw_teacher]),
+    (
+        [metric_names.TFLOPS, metric_names.PEAK_MEMORY, metric_names.IDLE_SHARE],
+        RECORDED,
+        [draw_arithmetic, draw_memory],
+    ),
+    ([metric_names.STALENESS_MAX], 0, [draw_age, draw_waiting]),
+    ([metric_names.TURNS], 1, [draw_turns, draw_prefix]),
+    ([metric_names.ACCEPTED_LENGTH], RECORDED, [draw_accepted]),
+    ([metric_names.UPDATE_SECONDS], RECORDED, [draw_update_seconds, draw_update_bytes]),
 )
-"""Panels of episodes, drawn if any run's episodes have several turns."""
-DRAFT_PANELS = (
-    partial(_draw_from_zero, panel="accepted", title="Tokens for each verification", unit="tokens"),
-)
-"""Panels of speculative decoding, drawn if any run has recorded the tokens of its verifications."""
-TEACHER_PANELS = (draw_teacher,)
-"""Panels of distillation, drawn if any run has a teacher."""
-UPDATE_PANELS = (draw_update_seconds, draw_update_bytes)
-"""Panels of weight updates, drawn if any run has recorded their seconds."""
+"""Rows of metrics, a number and panels: the panels are drawn if a run has recorded a larger value of a metric."""
 ROW_HEIGHT = 11 / 3
 """Height of a row of two panels, inches."""
 STYLE: dict[Any, Any] = {
@@ -664,26 +653,17 @@ def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -
     return " | ".join([*common_parts, f"{len(infos)} runs"])
 
 
-def _panels(runs: list[RunRecords]) -> list[Callable[[Axes, list[RunRecords]], None]]:
+def _panels(runs: list[RunRecords]) -> list[Draw]:
     """Return the functions that draw the page's panels: six, and more for what the runs recorded; for supervised runs,
     two."""
     if is_recorded(runs, metric_names.NEGATIVE_LOG_LIKELIHOOD):
         return [draw_likelihood, draw_time]
-    panels: list[Callable[[Axes, list[RunRecords]], None]] = list(PANELS)
-    if is_recorded(runs, metric_names.TEACHER_GAP):
-        panels += TEACHER_PANELS
-    if is_recorded(runs, *USE_METRICS):
-        panels += USE_PANELS
-    if _largest(runs, metric_names.STALENESS_MAX) > 0:
-        panels += AHEAD_PANELS
-    if _largest(runs, metric_names.TURNS) > 1:
-        panels += TURN_PANELS
-    if is_recorded(runs, metric_names.ACCEPTED_LENGTH):
-        panels += DRAFT_PANELS
-    if is_recorded(runs, metric_names.UPDATE_SECONDS):
-        panels += UPDATE_PANELS
+    panels: list[Draw] = list(PANELS)
+    for metrics, bound, further_panels in FURTHER_PANELS:
+        if _largest(runs, metrics) > bound:
+            panels += further_panels
     for title in _own_panels(runs):
-        panels.append(partial(_draw_from_zero, panel=title, title=title, unit=""))
+        panels.append(_plain(title, title, unit=""))
     return panels
 
 
@@ -703,7 +683,7 @@ def _own_panels(runs: list[RunRecords]) -> list[str]:
 def _draw(runs: list[RunRecords], title: str) -> Figure:
     """Draw the page; with several runs, their names are at the bottom."""
     drawn_panels = _panels(runs)
-    rows = ceil(len(drawn_panels) / 2)
+    rows = math.ceil(len(drawn_panels) / 2)
     figure = Figure(figsize=(10.5, ROW_HEIGHT * rows), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
     figure.suptitle(title, fontsize=12, fontweight="bold")
@@ -733,12 +713,12 @@ def _draw(runs: list[RunRecords], title: str) -> Figure:
     return figure
 
 
-def _largest(runs: list[RunRecords], metric: str) -> float:
-    """Return the largest value of ``metric`` in all runs; 0 if no run has it."""
-    largest_value = 0.0
+def _largest(runs: list[RunRecords], metrics: Sequence[str]) -> float:
+    """Return the largest value of any of ``metrics`` in all runs; -inf if no run has one."""
+    largest_value = -math.inf
     for run in runs:
-        _, values = series(run.records, metric)
-        largest_value = max([largest_value, *values])
+        for metric in metrics:
+            largest_value = max([largest_value, *series(run.records, metric)[1]])
     return largest_value
 
 

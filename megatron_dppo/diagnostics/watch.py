@@ -31,7 +31,7 @@ from aiohttp import web
 
 from megatron_dppo.diagnostics.pages import render_page
 from megatron_dppo.diagnostics.samples import KINDS
-from megatron_dppo.fleet.record import ENGINE_FOLDER, FleetRecord
+from megatron_dppo.fleet.record import ENGINE_FOLDER, FleetRecord, states_of
 from megatron_dppo.launch.logs import important_lines
 from megatron_dppo.launch.run_state import require_run, state_text
 from megatron_dppo.logging import fatal
@@ -261,8 +261,8 @@ class RunView:
         except (RunError, OSError) as error:
             return {"version": None, "servers": [["", "", f"can't be read: {error}"]]}
         status = record.status()
-        states = status.get("servers", {})
-        rows = [[s.name, s.url, states.get(s.name, "not yet seen")] for s in record.servers()]
+        servers = states_of([*record.servers(), *record.teachers()], status)
+        rows = [[server.name, server.url, state] for server, state in servers]
         router = record.router()
         if router:
             rows.append([router.name, router.url, ""])

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_dppo.config.errors import closest
 from megatron_dppo.data.thoughts import answer_bounds
 from megatron_dppo.engine.tool_calls import GPT_OSS, ReadTurn, ToolFormat
 from megatron_dppo.environments import ChatCall, PolicyFormat, Turn
@@ -51,8 +52,6 @@ MOST_BRANCHES = 8
 def unread_fields(ignored: Sequence[str]) -> list[str]:
     """Return a warning for each name in ``ignored`` that can't be dropped from a request, or is no known field."""
     # Import lazily: the workers, which import this module, stay small.
-    from megatron_dppo.config.errors import closest
-
     droppable_fields = {*_LIMITS, *_HARMLESS_VALUES, *_OTHER_FIELDS}
     warnings: list[str] = []
     for name in ignored:

@@ -87,9 +87,10 @@ async def _run_command(
 ) -> AgentResult:
     """Run a command with the problem as JSON on its standard input, and return its result."""
     variables = {
-        "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key,
+        "OPENAI_BASE_URL": session.base_url,
+        "OPENAI_API_KEY": session.api_key,
         "OPENAI_MODEL": session.model,
-    }  # fmt: skip
+    }
     with (
         tempfile.TemporaryFile() as problem_file,
         tempfile.TemporaryFile() as output,

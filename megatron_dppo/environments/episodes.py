@@ -290,9 +290,14 @@ class Episodes:
             if self.reader is not None:
                 text = self.reader.read(response, request.sampling.stop)
             turn = Turn(
-                text.text, turn_ids, response.truncated, prompt_length, text.special_text, text.open_thought,
+                text.text,
+                turn_ids,
+                response.truncated,
+                prompt_length,
+                text.special_text,
+                text.open_thought,
                 text.answer,
-            )  # fmt: skip
+            )
             episode.turn = turn
         step = await environment.step(turn)
         if step.has_unread_call:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_dppo.fleet.endpoint import RecordClient, record_of_command
-from megatron_dppo.fleet.record import NOT_EXAMINED, FleetRecord, attachment_seal
+from megatron_dppo.fleet.record import NOT_EXAMINED, FleetRecord, attachment_seal, states_of
 from megatron_dppo.logging import aligned, fatal
 from megatron_dppo.system.arguments import finite_number
 from megatron_dppo.system.errors import RunError
@@ -42,15 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _list(record: _Record, options: argparse.Namespace) -> int:
     status = record.status()
-    states = status.get("servers", {})
     rows = [("NAME", "URL", "START", "STATE")]
-    for server in [*record.servers(), *record.teachers()]:
+    for server, state in states_of([*record.servers(), *record.teachers()], status):
         start = "attached"
         if server.replaceable:
             start = f"{server.incarnation}"
-        state = f"serves the teacher {server.teacher}"
-        if not server.teacher:
-            state = states.get(server.name, "not yet seen")
         rows.append((server.name, server.url, start, state))
     if (router := record.router()) is not None:
         rows.append((router.name, router.url, f"{router.incarnation}", ""))

@@ -26,7 +26,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -314,6 +314,16 @@ class FleetRecord:
             if not self._runs:
                 raise
             log.warning("%s is not up to date: %s", self._file, error)
+
+
+def states_of(servers: Iterable[Server], status: Json) -> Iterator[tuple[Server, str]]:
+    """Yield each server with its state in words: ``status`` is the registry's."""
+    states = status.get("servers", {})
+    for server in servers:
+        state = f"serves the teacher {server.teacher}"
+        if not server.teacher:
+            state = states.get(server.name, "not yet seen")
+        yield server, state
 
 
 def attachment_seal(url: str) -> str:

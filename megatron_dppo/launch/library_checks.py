@@ -33,14 +33,16 @@ from megatron_dppo.config.forwarded import (
 from megatron_dppo.config.layout import missing_weights
 from megatron_dppo.config.option_values import option_value_faults
 from megatron_dppo.config.schema import AlgorithmConfig, PolicyConfig
+from megatron_dppo.engine.server_arguments import table_faults, table_faults_elsewhere
 from megatron_dppo.environments import check_environment, find_environment
 from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.metrics.table import add_metrics
 from megatron_dppo.metrics.trackers import find_trackers
-from megatron_dppo.model.errors import ModelError
-from megatron_dppo.model.families import unknown_key_warnings
+from megatron_dppo.model.errors import CheckpointError, ModelError
+from megatron_dppo.model.families import family_of, unknown_key_warnings
 from megatron_dppo.model.hf_config import check_transformers_config
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.rewards import find_reward
 from megatron_dppo.spec import ModelSpec, Roles, read_shape
 from megatron_dppo.system.fork_server import run_forked
 from megatron_dppo.system.gpus import has_megatrons_deep_ep, has_visible_gpu
@@ -143,7 +145,6 @@ def checkpoint_faults(config: PolicyConfig) -> Iterator[str]:
     a file is missing: ``check_config`` reports both.
     """
     from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
-    from megatron_dppo.model.errors import CheckpointError
 
     checkpoint = config.model.hf_checkpoint
     try:
@@ -176,8 +177,6 @@ def embedding_warnings(checkpoint: str, shape: ModelShape) -> list[str]:
     """
     from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader
     from megatron_dppo.data.problems import load_tokenizer
-    from megatron_dppo.model.errors import CheckpointError
-    from megatron_dppo.model.families import family_of
 
     zero_ids: list[int] = []
     try:
@@ -311,8 +310,6 @@ def server_faults(config: TrainConfig) -> Iterator[str]:
 def _table_faults(config: TrainConfig, table: Mapping[str, Any]) -> Iterator[str]:
     if not SGLANG.free(table):
         return
-    from megatron_dppo.engine.server_arguments import table_faults, table_faults_elsewhere
-
     python = config.engine.python
     try:
         if python is None:
@@ -351,8 +348,6 @@ def _check_algorithm(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_reward(term: RewardTerm) -> None:
-    from megatron_dppo.rewards import find_reward
-
     reward = find_reward(term.name)
     _check_option_values(reward.load(), term.options)
     reward.bind(term.options)
@@ -381,7 +376,6 @@ def _check_adapters(config: PolicyConfig) -> None:
     if start_from is None or not config.lora.rank:
         return
     from megatron_dppo.checkpoint_conversion.adapters import PeftReader
-    from megatron_dppo.model.errors import CheckpointError
 
     model = ModelSpec.read(config)
     assert model.adapters is not None

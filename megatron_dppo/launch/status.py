@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.fleet.record import ENGINE_FOLDER, FleetRecord
+from megatron_dppo.fleet.record import ENGINE_FOLDER, FleetRecord, states_of
 from megatron_dppo.launch.attempts import RUNNING, VANISHED, Attempt, AttemptBook
 from megatron_dppo.launch.logs import important_lines
 from megatron_dppo.launch.run_state import describe_state, require_run, run_state
@@ -115,14 +115,11 @@ def _servers(directory: Path, *, is_running: bool) -> Iterator[str]:
     if not is_running or not (directory / ENGINE_FOLDER).is_dir():
         return
     record = FleetRecord(directory)
-    states = record.status().get("servers", {})
-    for server in record.servers():
+    for server, state in states_of([*record.servers(), *record.teachers()], record.status()):
         start = ""
         if server.incarnation > 1:
             start = f", start {server.incarnation}"
-        yield f"{server.name}: {server.url}, {states.get(server.name, 'not yet seen')}{start}"
-    for server in record.teachers():
-        yield f"{server.name}: {server.url}, serves the teacher {server.teacher}"
+        yield f"{server.name}: {server.url}, {state}{start}"
     router = record.router()
     if router is not None:
         yield f"router: {router.url}"

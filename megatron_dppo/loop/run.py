@@ -447,12 +447,8 @@ class Run:
     def _log_active(self) -> None:
         """Log on rank 0 the line that describes the run."""
         if self.trainer.topology.rank == 0:
-            config = self.config
-            placement = config.engine.placement
-            dtype = config.model.dtype
             algorithm = self.training.algorithm
-            layout = self.trainer.layout
-            log.info("%s", active_line(config.rollout, placement, dtype, algorithm, layout))
+            log.info("%s", active_line(self.config, algorithm, self.trainer.layout))
 
     def _check_files(self) -> None:
         """Compare the files that this start reads with the hashes that the run's state has, and store new hashes."""

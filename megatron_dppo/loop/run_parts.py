@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_dppo.algorithms.algorithm import Algorithm
-from megatron_dppo.config.schema import RolloutConfig, TrainConfig
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.protocol import RoutedShape, SamplingParams
 from megatron_dppo.environments.episodes import EpisodeLimits, Episodes
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
@@ -18,13 +18,13 @@ from megatron_dppo.spec import RunSpec
 from megatron_dppo.trainer.step import StatsSpec
 
 
-def active_line(
-    rollout: RolloutConfig, placement: str, dtype: str, algorithm: Algorithm, layout: Layout
-) -> str:
+def active_line(config: TrainConfig, algorithm: Algorithm, layout: Layout) -> str:
     """Return the line of the console that describes the run.
 
     Example: ``active: dppo-binary-tv (tv_threshold 0.15), R3 off, filter off, staleness 0, TP2 EP2, float32``.
     """
+    rollout = config.rollout
+    placement = config.engine.placement
     numbers = ", ".join(
         f"{name} {value:g}" for name, value in algorithm.numbers.items() if math.isfinite(value)
     )
@@ -43,7 +43,7 @@ def active_line(
         parts.append(placement)
     if rollout.replays:
         parts.append(f"replaying {rollout.replay_from}")
-    parts += [layout.describe(), dtype]
+    parts += [layout.describe(), config.model.dtype]
     return "active: " + ", ".join(part for part in parts if part)
 
 

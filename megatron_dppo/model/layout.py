@@ -205,9 +205,14 @@ class Layout:
     def describe(self) -> str:
         """Return a short text: the sizes that are not 1, or "single"."""
         sizes = {
-            "TP": self.tensor, "CP": self.context, "PP": self.pipeline, "VPP": self.chunks, "EP": self.expert,
-            "ETP": self.expert_tensor, "DP": self.data,
-        }  # fmt: skip
+            "TP": self.tensor,
+            "CP": self.context,
+            "PP": self.pipeline,
+            "VPP": self.chunks,
+            "EP": self.expert,
+            "ETP": self.expert_tensor,
+            "DP": self.data,
+        }
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "single"
 
 

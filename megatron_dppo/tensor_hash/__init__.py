@@ -202,12 +202,7 @@ def closed_sum(sums: Tensor, total: int) -> int:
 
 def _rows(part: Tensor) -> Tensor | None:
     """View ``part`` as ``uint8`` rows of whole words; None if its memory layout needs a copy."""
-    # The last dimensions that are contiguous together make a row of ``width`` elements.
-    width = 1
-    dim = part.dim()
-    while dim and (part.shape[dim - 1] == 1 or part.stride(dim - 1) == width):
-        dim -= 1
-        width *= part.shape[dim]
+    dim, width = _row(part)
     pairs = zip(part.shape[:dim], part.stride()[:dim], strict=True)
     outer_dims = [(size, stride) for size, stride in pairs if size > 1]
     # The rows must have a constant stride: each outer dimension's stride must be the next dimension's size x stride.
@@ -220,6 +215,15 @@ def _rows(part: Tensor) -> Tensor | None:
     if any(measure % WORD for measure in measures):
         return None
     return rows
+
+
+def _row(view: Tensor) -> tuple[int, int]:
+    """Return the first of the last dimensions that are contiguous together, and the elements of such a row."""
+    dim, width = view.dim(), 1
+    while dim and (view.shape[dim - 1] == 1 or view.stride(dim - 1) == width):
+        dim -= 1
+        width *= view.shape[dim]
+    return dim, width
 
 
 def _mix(data: Tensor, first: int) -> Tensor:
@@ -373,12 +377,7 @@ def add_placed(parts: Sequence[tuple[TiledHash, Tensor, Place]]) -> Callable[[],
 
 def _rows_at(part: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first byte of each run of elements in ``view``, and the runs' bytes in ``part``, ``uint8``."""
-    # The last dimensions that are contiguous together make a row.
-    dim = view.dim()
-    width = 1
-    while dim and (view.stride(dim - 1) == width or view.shape[dim - 1] == 1):
-        dim -= 1
-        width *= view.shape[dim]
+    dim, _ = _row(view)
     starts = torch.tensor(int(view.storage_offset()))
     for length, stride in zip(view.shape[:dim], view.stride()[:dim], strict=True):
         starts = starts.unsqueeze(-1) + stride * torch.arange(length)

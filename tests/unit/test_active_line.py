@@ -9,9 +9,7 @@ from tests.unit.config_files import minimal
 
 
 def active_line_of(tree, algorithm, layout):
-    config = TrainConfig.model_validate(tree)
-    dtype, placement = config.model.dtype, config.engine.placement
-    return active_line(config.rollout, placement, dtype, algorithm, layout)
+    return active_line(TrainConfig.model_validate(tree), algorithm, layout)
 
 
 def test_what_is_active_in_a_line(tmp_path):

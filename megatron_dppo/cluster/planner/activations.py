@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 from megatron_dppo.cluster.planner.facts import TrainerFacts
 from megatron_dppo.cluster.planner.head_memory import head_bytes, logits_bytes
-from megatron_dppo.cluster.planner.schedules import chunks_in_flight
 from megatron_dppo.model.adapters import AdaptedLinear, Adapters, adapted_linears
 from megatron_dppo.model.families import has_layer_parameter
-from megatron_dppo.model.layout import layers_of_stage
+from megatron_dppo.model.layout import Layout, layers_of_stage
 
 _FLOAT = 4
 """Bytes of an fp32 element."""
@@ -500,3 +499,20 @@ def _working(trainer: TrainerFacts, busiest: float, *, is_moe: bool) -> float:
         gradients = sizes.assignments * busiest * (2 * sizes.hidden + 2 * sizes.expert_ffn)
     exchanged_elements = _exchanged_elements(trainer, sizes)
     return (gathered_elements + gradients + exchanged_elements) * sizes.item_bytes
+
+
+def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
+    """Return the largest number of model chunks' forward passes on ``stage`` that wait for their backward pass.
+
+    The number is the warm-up of ``get_pp_rank_microbatches`` (pipeline_parallel/schedules.py) + 1, at most all forward
+    passes of a step. On stage p of P, the warm-up is P - p - 1 for 1F1B, and 2 (P - p - 1) + (v - 1) P for v
+    interleaved chunks.
+    """
+    stages = layout.pipeline
+    chunks = layout.chunks
+    if stages == 1:
+        return 1
+    warmup = stages - stage - 1
+    if chunks > 1:
+        warmup = 2 * warmup + (chunks - 1) * stages
+    return min(warmup + 1, micro_batches * chunks)

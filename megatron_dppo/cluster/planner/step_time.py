@@ -34,9 +34,9 @@ from megatron_dppo.cluster.planner.generation_time import (
     generation_seconds,
     teacher_seconds,
 )
-from megatron_dppo.cluster.planner.schedules import bubble
 from megatron_dppo.cluster.planner.traffic import Traffic
 from megatron_dppo.cluster.planner.trainer_state import state_bytes
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ModelShape
 
 DENSE_UTILISATION = 0.5
@@ -351,6 +351,11 @@ def _utilisation(trainer: TrainerFacts) -> float:
     if trainer.shape.is_moe:
         return MOE_UTILISATION
     return DENSE_UTILISATION
+
+
+def bubble(layout: Layout, micro_batches: int) -> float:
+    """Return a pipeline's idle time / busy time: (P - 1) / (v M) (Narayanan et al., arXiv 2104.04473, section 2.2)."""
+    return (layout.pipeline - 1) / (layout.chunks * micro_batches)
 
 
 def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:

@@ -53,8 +53,9 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import ParallelConfig, PolicyConfig, TeacherConfig
-from megatron_dppo.data.problems import load_tokenizer
+from megatron_dppo.data.problems import ProblemSet, load_tokenizer
 from megatron_dppo.data.tokenizer import has_tokenizer
+from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.engine.server_arguments import table_faults_elsewhere
 from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.launch.arguments import add_config_arguments
@@ -66,6 +67,7 @@ from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.engine_layout import server_ranks
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.layout import Layout
+from megatron_dppo.rewards.trial import reward_faults
 from megatron_dppo.spec import Roles
 from megatron_dppo.system.arguments import positive_count, whole_number
 from megatron_dppo.system.errors import RunError
@@ -703,10 +705,6 @@ _REWARDS_OF_SUMS = ("math_verify", "exact_integer")
 
 def _scores_toys(config: TrainConfig, problems: Problems) -> bool:
     """Whether the recipe's rewards can score toy problems: some need columns that only the recipe's data has."""
-    from megatron_dppo.data.problems import ProblemSet
-    from megatron_dppo.data.trajectory import Problem
-    from megatron_dppo.rewards.trial import reward_faults
-
     lines = Path(problems.train[0]).read_text(encoding="utf-8").splitlines()
     # A toy row has the prompt first, then the answer, under the keys of the recipe's file.
     prompt, answer, *_ = json.loads(lines[0]).values()

@@ -53,8 +53,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.config.schema import DistillationConfig
+from megatron_dppo.config.schema import DistillationConfig, TrainConfig
 from megatron_dppo.diagnostics.explain.__main__ import batch_parser, run_batch_command, show_facts
+from megatron_dppo.engine.server import held_tensors
 from megatron_dppo.metrics.records import (
     CHECKPOINTS_FOLDER,
     EXPORT_FOLDER,
@@ -68,7 +69,6 @@ from megatron_dppo.metrics.records import (
 from megatron_dppo.system.arguments import file_to_write
 
 if TYPE_CHECKING:
-    from megatron_dppo.config.schema import TrainConfig
     from megatron_dppo.data.trajectory import Trajectory
     from megatron_dppo.diagnostics.doctor.reference import KnownWeights
 
@@ -177,7 +177,6 @@ class Case:
 def report_causes(case: Case) -> None:
     """Find the cause that makes a side differ, and print and write the report."""
     from megatron_dppo.diagnostics.doctor import report as pages
-    from megatron_dppo.engine.server import held_tensors
 
     options = case.options
     batch = case.batch

@@ -22,7 +22,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from rich.table import Column, Table
 from torch import Tensor
 
 from megatron_dppo.config.schema import LoraConfig, ParallelConfig, TrainConfig
@@ -30,6 +29,7 @@ from megatron_dppo.data.balancing import plan_micro_batches
 from megatron_dppo.data.packing import pack, unpack_sampled
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.explain.__main__ import show_facts
+from megatron_dppo.diagnostics.pages import SummaryTable
 from megatron_dppo.diagnostics.report import BLUE, GREEN, ORANGE, PINK, SMALL, STYLE, VERMILION
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.progress import progress
@@ -274,31 +274,24 @@ class Parts:
     def show(self, title: str, facts: Sequence[str]) -> None:
         """Print the facts, then the table of passes and the table of parts."""
         console = show_facts(title, [*facts, self.routing], width=120)
-        figures = ("mean |pi-mu|", "99%", "max", "pi/mu 1% .. 99%", "moved pi by")
-        passes = _table("pi with one more cause fixed in each row", "fixed", *figures)
+        columns = ("fixed", "mean |pi-mu|", "99%", "max", "pi/mu 1% .. 99%", "moved pi by")
+        passes: list[tuple[str, ...]] = []
         for i, m in enumerate(self.results):
-            passes.add_row(
-                m.rung.fixes,
-                _small(m.gap),
-                _small(m.gap_p99),
-                _small(m.gap_max),
-                f"{m.ratio_low:.4f} .. {m.ratio_high:.4f}",
-                _small(m.moved) if i else "",
-            )
-        passes.caption = (
+            gaps = map(_small, (m.gap, m.gap_p99, m.gap_max))
+            ratios = f"{m.ratio_low:.4f} .. {m.ratio_high:.4f}"
+            passes.append((m.rung.fixes, *gaps, ratios, _small(m.moved) if i else ""))
+        note = (
             "fixed: the cause that is fixed in this pass, beside those above; |pi-mu|: mean, 99th percentile and "
             "largest; pi/mu: 1st and 99th percentile; moved pi by: mean change of pi by this fix."
         )
-        console.print(passes)
-        table = _table("What mean |pi-mu| is made of", "cause", "part", "share")
+        title = "pi with one more cause fixed in each row"
+        SummaryTable(title, columns, passes, note).show(console)
         total = self.results[0].gap
-        for cause, part in self.split.items():
-            table.add_row(cause, _small(part), _share(part, total))
-        table.add_row("all", _small(total), _share(total, total), style="bold")
-        table.caption = (
-            "part: by how much fixing the cause lowers mean |pi-mu|; share: of the whole."
-        )
-        console.print(table)
+        parts = {**self.split, "all": total}
+        rows = [(cause, _small(part), _share(part, total)) for cause, part in parts.items()]
+        note = "part: by how much fixing the cause lowers mean |pi-mu|; share: of the whole."
+        title = "What mean |pi-mu| is made of"
+        SummaryTable(title, ("cause", "part", "share"), rows, note).show(console)
 
     def to_text(self, step: int, responses: int) -> str:
         """Return every figure as JSON text."""
@@ -310,11 +303,6 @@ class Parts:
             "rungs": [m.as_json() for m in self.results],
         }
         return json.dumps(figures, indent=2) + "\n"
-
-
-def _table(title: str, name: str, *figures: str) -> Table:
-    columns = (Column(heading, justify="right") for heading in figures)
-    return Table(name, *columns, title=title, title_justify="left", caption_justify="left")
 
 
 def _small(value: float) -> str:

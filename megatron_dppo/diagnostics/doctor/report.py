@@ -31,7 +31,6 @@ from megatron_dppo.diagnostics.doctor.ladder import Rung, log_probs_of, trainer_
 from megatron_dppo.diagnostics.doctor.reference import KnownWeights, Reference
 from megatron_dppo.diagnostics.doctor.sampling import at_temperature
 from megatron_dppo.diagnostics.doctor.sampling_evidence import Draws
-from megatron_dppo.diagnostics.explain.__main__ import show as show_table
 from megatron_dppo.diagnostics.explain.explanation import TokenTexts
 from megatron_dppo.diagnostics.pages import ResponseText, SummaryTable, TokenSpan, render_page
 from megatron_dppo.engine.server.held_tensors import HeldTensors
@@ -563,7 +562,7 @@ def show(console: Console, doctor_report: DoctorReport) -> None:
     for line in doctor_report.conclusions:
         console.print(line, style="bold")
     for table in tables(doctor_report):
-        show_table(console, table)
+        table.show(console)
 
 
 def tables(doctor_report: DoctorReport) -> list[SummaryTable]:

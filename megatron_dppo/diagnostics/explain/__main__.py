@@ -26,14 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
 from megatron_dppo.algorithms.table import Settings
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
-from megatron_dppo.diagnostics.pages import SummaryTable
 from megatron_dppo.metrics import table as metric_names
+from megatron_dppo.metrics.progress import progress
 from megatron_dppo.metrics.records import (
     CONFIG_FILE,
     ROLLOUTS_FOLDER,
@@ -128,7 +126,7 @@ def explain(options: argparse.Namespace) -> None:
         shown_tables.append(page.notable_table(algorithm.name, tokens, options.rows))
     console = show_facts(title, facts, width=200)
     for table in shown_tables:
-        show(console, table)
+        table.show(console)
     if options.csv:
         page.write_csv(options.csv, responses)
         print(f"{options.csv}: every token")
@@ -216,7 +214,6 @@ def under_policy(
     """Explain responses as :func:`as_trained` does, but with the weights of ``--policy``."""
     from megatron_dppo.data.problems import load_tokenizer
     from megatron_dppo.diagnostics.explain.explanation import Policy, TokenTexts, explain_response
-    from megatron_dppo.metrics.progress import progress
 
     policy = Policy(options.policy)
     rollout_policy = None
@@ -285,28 +282,6 @@ def useful_responses(
         f"left out: {len(batch) - len(trained_positions)} dropped, "
         f"{len(trained_positions) - len(useful_positions)} without advantage"
     )
-
-
-def show(console: Console, summary: SummaryTable) -> None:
-    """Print a table."""
-    from megatron_dppo.diagnostics.pages import LEFT_ALIGNED
-
-    if not summary.rows:
-        console.print(summary.shown_title)
-        return
-    columns: list[Column] = []
-    for name in summary.columns:
-        columns.append(Column(name, justify="left" if name in LEFT_ALIGNED else "right"))
-    table = Table(
-        *columns,
-        title=summary.title,
-        title_justify="left",
-        caption=summary.note or None,
-        caption_justify="left",
-    )
-    for row in summary.rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
 
 
 def batch_parser(

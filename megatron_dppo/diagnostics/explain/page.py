@@ -130,9 +130,22 @@ def frequent_table(
 
 
 NOTABLE_COLUMNS = (
-    "token", "response", "at", "A", "mu", "pi", "r", "TV", "KL", "Top-K TV", "Top-K KL",
-    "exact TV", "exact KL", "blocked where", "verdict",
-)  # fmt: skip
+    "token",
+    "response",
+    "at",
+    "A",
+    "mu",
+    "pi",
+    "r",
+    "TV",
+    "KL",
+    "Top-K TV",
+    "Top-K KL",
+    "exact TV",
+    "exact KL",
+    "blocked where",
+    "verdict",
+)
 
 
 def notable_table(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:

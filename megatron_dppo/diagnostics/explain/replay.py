@@ -29,7 +29,6 @@ from megatron_dppo.diagnostics.explain.__main__ import (
     algorithm_arguments,
     chosen_algorithm,
     run_batch_command,
-    show,
     show_facts,
 )
 from megatron_dppo.diagnostics.pages import SummaryTable
@@ -139,7 +138,7 @@ def compare(options: argparse.Namespace) -> None:
     ]
     console = show_facts(title, facts, width=160)
     for table in tables:
-        show(console, table)
+        table.show(console)
     if options.json:
         content = {
             "run": str(options.run),

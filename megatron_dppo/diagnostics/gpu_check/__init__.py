@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.schema import PolicyConfig
+from megatron_dppo.demo.material import make_model
 from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.families import load_stored_shape
 from megatron_dppo.model.mapping import hf_tensors
@@ -125,8 +126,6 @@ def must_run(arguments: Sequence[str]) -> None:
 
 def tiny_model(folder: Path) -> Path:
     """Write the demo's model with random weights into ``folder``: Qwen3-MoE, 2 layers, 8 experts, fp32."""
-    from megatron_dppo.demo.material import make_model
-
     make_model(folder, seed=1)
     return folder
 

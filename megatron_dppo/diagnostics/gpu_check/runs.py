@@ -15,6 +15,7 @@ from megatron_dppo import EXAMPLES
 from megatron_dppo.cluster.preflight.inspection import package_version
 from megatron_dppo.cluster.rehearsal.signal import TARGET
 from megatron_dppo.config import load_config
+from megatron_dppo.demo.material import engine_overrides, make_data
 from megatron_dppo.diagnostics.gpu_check import Bench, CheckRow, LackingError, must_run, tiny_model
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.metrics import table as metric_names
@@ -36,10 +37,14 @@ RECIPE = str(EXAMPLES / "tiny_moe" / "config.yaml")
 WITH_GRADIENTS = (f"reward.name={TARGET}", "algorithm.truncated_responses=as-verified")
 """Overrides that give a random model's responses different rewards. All of them may be wrong, and reach the limit."""
 _SMALL = (
-    "parallel.world_size=1", "parallel.expert=1", "rollout.prompts_per_step=16",
-    "training.prompts_per_mini_batch=8", "evaluation.every=1000", "data.evaluation={}",
+    "parallel.world_size=1",
+    "parallel.expert=1",
+    "rollout.prompts_per_step=16",
+    "training.prompts_per_mini_batch=8",
+    "evaluation.every=1000",
+    "data.evaluation={}",
     "checkpoint.verify_export=false",
-)  # fmt: skip
+)
 SERVER_RESPONSE_TOKENS = 64
 """Tokens of the longest response of a server that a part starts itself."""
 _POLL_S = 0.2
@@ -54,8 +59,6 @@ def require_engine() -> None:
 def tiny_run(bench: Bench, name: str, dtype: Dtype, overrides: Sequence[str]) -> Path:
     """Train the demo's random model, one step unless ``overrides`` set more; return the run's directory."""
     require_engine()
-    from megatron_dppo.demo.material import engine_overrides, make_data
-
     material = bench.folder / "material"
     if not material.exists():
         tiny_model(material / "model")
@@ -126,8 +129,6 @@ def start_server(
     bench: Bench, model: Path, dtype: Dtype, name: str, first_device: int = 0
 ) -> StartedServer:
     """Start a server of ``model``, and wait until it is healthy; ``name`` is part of its log's name."""
-    from megatron_dppo.demo.material import engine_overrides
-
     config = load_config(
         RECIPE,
         [

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
 
 from megatron_dppo.diagnostics.pages import SummaryTable
 
@@ -95,11 +94,7 @@ def show(result: dict[str, Any]) -> None:
     console = Console(width=200)
     console.print(setting(result))
     for sheet in sheets(result):
-        name, *figures = sheet.columns
-        table = Table(name, *(Column(f, justify="right") for f in figures), title=sheet.title)
-        for row in sheet.rows:
-            table.add_row(*row)
-        console.print(table)
+        sheet.show(console)
     console.print(LEGEND)
 
 

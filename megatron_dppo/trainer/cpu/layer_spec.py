@@ -178,7 +178,7 @@ class TorchAttention(MegatronModule):
         if group.size() > 1:
             rows = gathered_rows(cu_seqlens, query.shape[0] * group.size(), group.size())
             query, key, value = (
-                _HeadsForTokens.apply(_even_heads(x, group.size()), rows, group)
+                _Exchange.apply(_even_heads(x, group.size()), rows, group, True)
                 for x in (query, key, value)
             )
         if self.softmax_offset is None and self.window is None:
@@ -189,7 +189,7 @@ class TorchAttention(MegatronModule):
                 query, key, value, plan, self.scale, sinks, self.window
             )
         if group.size() > 1:
-            output = _TokensForHeads.apply(output, rows, group)
+            output = _Exchange.apply(output, rows, group, False)
         return output.reshape(output.shape[0], -1)
 
     def _sinks_of_exchanged_heads(self) -> Tensor | None:
@@ -258,32 +258,19 @@ def _exchange_tokens(x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
     return parts.reshape(parts.shape[0], -1, x.shape[2])
 
 
-class _HeadsForTokens(torch.autograd.Function):
-    """``_exchange_heads`` with its gradient."""
+class _Exchange(torch.autograd.Function):
+    """``_exchange_heads`` with its gradient, or else ``_exchange_tokens`` with its gradient: each inverts the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.rows = rows
-        ctx.group = group
-        return _exchange_heads(x, rows, group)
+    def forward(ctx: Any, x: Tensor, rows: Tensor, group: ProcessGroup, of_heads: bool) -> Tensor:
+        ctx.settings = rows, group, of_heads
+        return (_exchange_heads if of_heads else _exchange_tokens)(x, rows, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _exchange_tokens(gradient, ctx.rows, ctx.group), None, None
-
-
-class _TokensForHeads(torch.autograd.Function):
-    """``_exchange_tokens`` with its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.rows = rows
-        ctx.group = group
-        return _exchange_tokens(x, rows, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _exchange_heads(gradient, ctx.rows, ctx.group), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, group, of_heads = ctx.settings
+        invert = _exchange_tokens if of_heads else _exchange_heads
+        return invert(gradient, rows, group), None, None, None
 
 
 class RMSNorm(torch.nn.RMSNorm):

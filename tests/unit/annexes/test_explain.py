@@ -425,7 +425,7 @@ def test_a_table_says_what_its_columns_mean_and_that_it_has_no_row():
     ]
     for table in (step_table([ComparedStep(1, 9, tokens)], "ppo", "grpo"), *sign_tables([])):
         console_output = io.StringIO()
-        explain.show(Console(file=console_output, width=200), table)
+        table.show(Console(file=console_output, width=200))
         text = " ".join(console_output.getvalue().split())
         html = page.tables_page("title", [], [table])
         if table.rows:

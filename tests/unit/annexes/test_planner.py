@@ -12,7 +12,11 @@ from rich.console import Console
 from megatron_dppo.algorithms.table import PRESETS, Preset, algorithm_facts
 from megatron_dppo.cluster import plan as command
 from megatron_dppo.cluster.plan import bars, print_plan
-from megatron_dppo.cluster.planner.activations import activation_bytes, layer_bytes
+from megatron_dppo.cluster.planner.activations import (
+    activation_bytes,
+    chunks_in_flight,
+    layer_bytes,
+)
 from megatron_dppo.cluster.planner.batch_memory import column_bytes, routing_bytes_per_token
 from megatron_dppo.cluster.planner.colocation import ColocatedBytes
 from megatron_dppo.cluster.planner.communicators import (
@@ -41,7 +45,6 @@ from megatron_dppo.cluster.planner.generation_time import prefill_seconds
 from megatron_dppo.cluster.planner.head_memory import logits_bytes, statistics_bytes
 from megatron_dppo.cluster.planner.host_memory import node_roles, written_bytes
 from megatron_dppo.cluster.planner.run_plan import check_memory, device_here, plan_run
-from megatron_dppo.cluster.planner.schedules import bubble, chunks_in_flight
 from megatron_dppo.cluster.planner.search import Question, nearest, search
 from megatron_dppo.cluster.planner.server_memory import (
     engine_bytes,
@@ -50,6 +53,7 @@ from megatron_dppo.cluster.planner.server_memory import (
 )
 from megatron_dppo.cluster.planner.step_time import (
     StepSeconds,
+    bubble,
     context_bytes,
     head_flops,
     step_seconds,

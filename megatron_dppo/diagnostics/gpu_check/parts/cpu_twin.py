@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.diagnostics.gpu_check import (
     Bench,
     CheckRow,
@@ -29,7 +30,6 @@ from megatron_dppo.diagnostics.gpu_check.parts.trainer import take_step
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_dppo.config.schema import PolicyConfig
     from megatron_dppo.data.packing import PackedBatch
     from megatron_dppo.trainer.trainer import Trainer
 
@@ -137,7 +137,6 @@ def report(case: str, checkpoint: Path, folder: Path) -> dict[str, Any]:
 
 def _replay_config(config: PolicyConfig) -> PolicyConfig:
     """Return ``config`` with router replay: override the property, because PolicyConfig has no option for it."""
-    from megatron_dppo.config.schema import PolicyConfig
 
     class ReplayConfig(PolicyConfig):
         @property

@@ -18,6 +18,7 @@ from megatron_dppo.cluster.planner.facts import facts_of
 from megatron_dppo.cluster.planner.run_plan import RunPlan, device_here, plan_run
 from megatron_dppo.config import load_config
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.demo.material import SHARED_GPU, WORDS, make_data, make_tokenizer
 from megatron_dppo.diagnostics.gpu_check import Bench, CheckRow, part, random_model
 from megatron_dppo.diagnostics.gpu_check.runs import (
     RECIPE,
@@ -32,24 +33,42 @@ from megatron_dppo.spec import read_shape
 
 CONFIG = EXAMPLES / "model_configs" / "qwen3-30b-a3b" / "config.json"
 _SMALL_MODEL = {
-    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 4096,
-}  # fmt: skip
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 4096,
+}
 """Sizes without a GPU. All widths are multiples of 128, the blocks of FP8 weights."""
 STEPS = 3
 """Steps of a run. The first step is the warm-up, and the figures are means of the other steps."""
 _BATCH = (
-    "rollout.prompts_per_step=32", "rollout.group_size=8", "rollout.max_response_tokens=512",
-    "training.prompts_per_mini_batch=16", "training.micro_batch_tokens=16384",
-)  # fmt: skip
+    "rollout.prompts_per_step=32",
+    "rollout.group_size=8",
+    "rollout.max_response_tokens=512",
+    "training.prompts_per_mini_batch=16",
+    "training.micro_batch_tokens=16384",
+)
 _SMALL_BATCH = (
-    "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_response_tokens=16",
-    "training.prompts_per_mini_batch=2", "training.micro_batch_tokens=1024",
-)  # fmt: skip
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_response_tokens=16",
+    "training.prompts_per_mini_batch=2",
+    "training.micro_batch_tokens=1024",
+)
 _RUN = (
-    "model.dtype=bfloat16", "optimizer.lr=1e-6", "evaluation.every=1000", "data.evaluation={}",
-    "checkpoint.every=1000", "checkpoint.keep_responses=false", "run.steps=1000", *WITH_GRADIENTS,
-)  # fmt: skip
+    "model.dtype=bfloat16",
+    "optimizer.lr=1e-6",
+    "evaluation.every=1000",
+    "data.evaluation={}",
+    "checkpoint.every=1000",
+    "checkpoint.keep_responses=false",
+    "run.steps=1000",
+    *WITH_GRADIENTS,
+)
 FP8 = "engine.quantization=fp8"
 R3 = "rollout.router_replay=true"
 
@@ -143,8 +162,6 @@ def _config(bench: Bench, overrides: Sequence[str]) -> TrainConfig:
 
 def make_material(bench: Bench, layers: int) -> Path:
     """Write the demo's problems and a random model of ``layers`` layers, and return their folder."""
-    from megatron_dppo.demo.material import WORDS, make_data, make_tokenizer
-
     folder = bench.folder / f"{layers}_layers"
     config = json.loads(CONFIG.read_text(encoding="utf-8")) | {"num_hidden_layers": layers}
     if not bench.gpus:
@@ -161,8 +178,6 @@ def make_material(bench: Bench, layers: int) -> Path:
 
 def slice_overrides(bench: Bench, material: Path) -> list[str]:
     """Return the overrides of the first run. With several GPUs, half of them train and each other GPU is a server."""
-    from megatron_dppo.demo.material import SHARED_GPU
-
     ranks = max(1, bench.gpus // 2)
     overrides = [
         f"run.directory={material / 'run'}",

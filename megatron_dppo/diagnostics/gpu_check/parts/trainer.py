@@ -23,6 +23,7 @@ from megatron_dppo.cluster.planner.facts import TrainerFacts, trainer_facts
 from megatron_dppo.cluster.planner.step_time import MOE_UTILISATION
 from megatron_dppo.cluster.planner.trainer_state import state_bytes
 from megatron_dppo.config.layout import EXCHANGES
+from megatron_dppo.demo.material import WORDS
 from megatron_dppo.diagnostics.gpu_check import (
     Bench,
     CheckRow,
@@ -34,6 +35,8 @@ from megatron_dppo.diagnostics.gpu_check import (
     random_model,
     tiny_model,
 )
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.shape import BACKWARD_PRODUCTS, forward_flops
 from megatron_dppo.spec import read_shape
 from megatron_dppo.system.ports import free_port
 
@@ -77,7 +80,6 @@ class PassResult:
 @part("Transformer Engine's layers against torch's and transformers', logits and gradients", 240.0)
 def layers(bench: Bench) -> Iterator[CheckRow]:
     """Compare torch's layers in float32 with transformers, then both kinds of layers in bfloat16 with float32."""
-    from megatron_dppo.demo.material import WORDS
     from megatron_dppo.trainer import platform
 
     folder = tiny_model(bench.folder / "model")
@@ -112,7 +114,6 @@ def _against(
 
 def _run_pass(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool) -> PassResult:
     """Run a forward and a backward pass of the model in ``folder`` on one rank."""
-    from megatron_dppo.model.layout import Layout
     from megatron_dppo.trainer import platform
     from megatron_dppo.trainer.cpu.layer_spec import decoder_spec
     from megatron_dppo.trainer.hf_loading import load_hf
@@ -167,9 +168,14 @@ MODEL = EXAMPLES / "model_configs" / "qwen3-30b-a3b" / "config.json"
 """The check trains one layer of this model in full size."""
 FULL_LENGTHS = [16_384, 1_024]
 SMALL = {
-    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "moe_intermediate_size": 96, "num_experts": 16, "vocab_size": 4096,
-}  # fmt: skip
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "moe_intermediate_size": 96,
+    "num_experts": 16,
+    "vocab_size": 4096,
+}
 SMALL_LENGTHS = [192, 64]
 STATE_TOLERANCE = 0.01
 """Largest relative error of the plan for the bytes of weights, gradients and optimizer."""
@@ -310,7 +316,6 @@ def compared(label: str, measured: int, planned: int, tolerance: float) -> Check
 
 
 def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> CheckRow:
-    from megatron_dppo.model.shape import BACKWARD_PRODUCTS, forward_flops
     from megatron_dppo.trainer import platform
 
     cost = forward_flops(trainer.shape)
@@ -364,9 +369,15 @@ DENSE_MODEL = EXAMPLES / "model_configs" / "qwen3-1.7b-base" / "config.json"
 """Model for the check of context parallelism. The model is dense: in a mixture of experts, bf16 rounding changes the
 experts of some tokens."""
 SMALL_DENSE = {
-    "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "intermediate_size": 512, "vocab_size": 4096, "max_window_layers": 2,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "vocab_size": 4096,
+    "max_window_layers": 2,
+}
 CONTEXT_LENGTHS = [3, 500, 2041, 4096]
 SMALL_CONTEXT = [1, 3, 50, 202]
 RANKS = 2
