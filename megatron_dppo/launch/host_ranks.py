@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 
 from megatron_dppo.launch.placement import Placement
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.supervisor import keep_previous
+from megatron_dppo.launch.supervisor import RankFailure, failed_at, failure_mark, keep_previous
 from megatron_dppo.system import processes
 from megatron_dppo.system.lease import START_VARIABLE
 
@@ -44,6 +45,21 @@ class HostRanks(ABC):
 
     @abstractmethod
     def kill(self) -> None: ...
+
+    def _failure(self, process: int, per_process: int, code: int, output: Path) -> RankFailure:
+        """Return the failure of the ``per_process`` ranks of ``process``, which ended with ``code``.
+
+        The failed rank is the rank that noted its failure first. If no rank noted a failure, the failure has the first
+        rank's number, and the ``output`` of the process.
+        """
+        first_rank = process * per_process
+        ranks = range(first_rank, first_rank + per_process)
+        outputs = {rank: self._directory.rank_output(rank) for rank in ranks}
+        marked_ranks = [rank for rank in ranks if failure_mark(outputs[rank]).exists()]
+        if not marked_ranks:
+            return RankFailure(first_rank, code, output, failed_at(output))
+        rank = min(marked_ranks, key=lambda number: failed_at(outputs[number]))
+        return RankFailure(rank, code, outputs[rank], failed_at(outputs[rank]))
 
     def _begin(self, number: int) -> dict[str, str]:
         """Set the outputs of the earlier start aside; return the ranks' variables in the ``number``-th start."""

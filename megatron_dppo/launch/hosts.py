@@ -35,7 +35,7 @@ from megatron_dppo.launch.remote_process import MODULE, STOP, RemoteCommand, hea
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import ServerStarts
 from megatron_dppo.launch.srun import node_command
-from megatron_dppo.launch.supervisor import RankFailure, first_failure
+from megatron_dppo.launch.supervisor import RankFailure
 from megatron_dppo.logging import configure_logging
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system import processes
@@ -268,7 +268,8 @@ class RemoteRanks(HostRanks):
         for node, process in enumerate(self._processes):
             code = process.poll()
             if code:
-                failures.append(self._failure(node, code))
+                per_host = self._placement.ranks_per_host
+                failures.append(self._failure(node, per_host, code, self._node_output(node)))
         return sorted(failures, key=attrgetter("failed_at"))
 
     def kill(self) -> None:
@@ -297,16 +298,6 @@ class RemoteRanks(HostRanks):
 
     def _node_output(self, node: int) -> Path:
         return self._directory.logs / f"node{node}.out"
-
-    def _failure(self, node: int, code: int) -> RankFailure:
-        """Return the failure of a host whose shell ended with ``code``.
-
-        If no rank noted a failure, the failure has the output of the remote shell.
-        """
-        per_host = self._placement.ranks_per_host
-        ranks = range(node * per_host, (node + 1) * per_host)
-        outputs = {rank: self._directory.rank_output(rank) for rank in ranks}
-        return first_failure(outputs, code, self._node_output(node))
 
 
 def run_on_hosts(config: TrainConfig, spec: RunSpec, hosts: HostsConfig, module: str) -> int:

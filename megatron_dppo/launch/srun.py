@@ -24,7 +24,7 @@ from megatron_dppo.launch.host_ranks import HostRanks
 from megatron_dppo.launch.placement import Host, Placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.slurm_client import CLIENT_VARIABLES, slurm
-from megatron_dppo.launch.supervisor import RankFailure, failed_at, first_failure, keep_previous
+from megatron_dppo.launch.supervisor import RankFailure, failed_at, keep_previous
 from megatron_dppo.system import processes
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.secret_variables import split_environment
@@ -305,7 +305,7 @@ class SrunRanks(HostRanks):
         self._messages = directory.step_messages
         self._ranks_per_task = placement.ranks_per_host if forks else 1
         # With ``forks``, a task forks all ranks of a node. Otherwise a task is a rank.
-        output_prefix = "node" if forks else "rank"
+        self._output_prefix = "node" if forks else "rank"
         logs = directory.logs
         if forks:
             command = node_command(command, self._ranks_per_task, logs)
@@ -314,7 +314,7 @@ class SrunRanks(HostRanks):
             name="trainer",
             hosts=placement.rank_hosts,
             tasks_per_host=placement.ranks_per_host // self._ranks_per_task,
-            output=f"{literal(logs)}/{output_prefix}%t.out",
+            output=f"{literal(logs)}/{self._output_prefix}%t.out",
             stdin=True,
         )
         self._fence = form.fence
@@ -347,7 +347,10 @@ class SrunRanks(HostRanks):
         text = ""
         if self._messages.exists():
             text = self._messages.read_text(errors="replace")
-        failures = [self._failure(task, task_code) for task, task_code in ended_tasks(text)]
+        failures = []
+        for task, task_code in ended_tasks(text):
+            output = self._directory.logs / f"{self._output_prefix}{task}.out"
+            failures.append(self._failure(task, self._ranks_per_task, task_code, output))
         if not failures:
             return [RankFailure(None, code, self._messages, failed_at(self._messages))]
         # Tasks that Slurm killed are not the cause.
@@ -363,19 +366,6 @@ class SrunRanks(HostRanks):
     def _code(self) -> int | None:
         assert self._popen is not None
         return self._popen.poll()
-
-    def _failure(self, task: int, code: int) -> RankFailure:
-        """Return the failure of a task that ended with ``code``."""
-        first_rank = task * self._ranks_per_task
-        outputs = {
-            rank: self._directory.rank_output(rank)
-            for rank in range(first_rank, first_rank + self._ranks_per_task)
-        }
-        task_output = outputs[first_rank]
-        if self._ranks_per_task > 1:
-            # The task is the process that forks the ranks. It may fail itself, for example in its imports.
-            task_output = task_output.with_name(f"node{task}.out")
-        return first_failure(outputs, code, task_output)
 
 
 def node_command(command: Sequence[str], ranks: int, logs: Path) -> list[str]:

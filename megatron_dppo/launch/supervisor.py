@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -101,21 +101,6 @@ def failed_at(path: Path) -> float:
     if path.exists():
         return path.stat().st_mtime
     return 0.0
-
-
-def first_failure(outputs: Mapping[int, Path], code: int, common_output: Path) -> RankFailure:
-    """Return the failure of ranks whose common process ended with ``code``.
-
-    The failed rank is the rank that noted its failure first. If no rank noted a failure, the failure has the first
-    rank's number, and the output of the common process.
-
-    ``outputs``: rank -> its output. ``common_output``: output of the common process.
-    """
-    marked_ranks = [rank for rank, output in outputs.items() if failure_mark(output).exists()]
-    if not marked_ranks:
-        return RankFailure(min(outputs), code, common_output, failed_at(common_output))
-    rank = min(marked_ranks, key=lambda number: failed_at(outputs[number]))
-    return RankFailure(rank, code, outputs[rank], failed_at(outputs[rank]))
 
 
 log = logging.getLogger(__name__)
