@@ -17,19 +17,56 @@ from megatron_dppo.diagnostics.mask_benchmark.rank_bench import RankBench, media
 from megatron_dppo.vocab_parallel import PolicyStats, policy_stats
 
 NEVER = {
-    "tv_threshold": 1.0, "kl_threshold": 1e9, "clip_low": 1.0, "clip_high": 1e9, "log_clip": 1e9,
-    "budget_high": 1.0, "budget_low": 1.0, "largest_k2": 1e9, "mean_k3": 1e9, "drift_threshold": 1e9,
-    "kl_bound": 1e9, "sequence_low": 0.0, "sequence_high": 1e9, "second_moment": 1e9, "largest_shift": 1e9,
-}  # fmt: skip
+    "tv_threshold": 1.0,
+    "kl_threshold": 1e9,
+    "clip_low": 1.0,
+    "clip_high": 1e9,
+    "log_clip": 1e9,
+    "budget_high": 1.0,
+    "budget_low": 1.0,
+    "largest_k2": 1e9,
+    "mean_k3": 1e9,
+    "drift_threshold": 1e9,
+    "kl_bound": 1e9,
+    "sequence_low": 0.0,
+    "sequence_high": 1e9,
+    "second_moment": 1e9,
+    "largest_shift": 1e9,
+}
 """Thresholds that no token exceeds, so that every mask runs and blocks nothing."""
 
 
 MASKS = (
-    "dppo-binary-tv", "dppo-binary-kl", "dppo-topk-tv", "dppo-topk-kl", "dppo-symmetric", "kpop", "bpo", "sapo",
-    "gspo", "gmpo", "minpro", "trm-max", "trm-mean", "geometric-mask", "off-policy-sequence-mask",
-    "cppo-binary-tv", "cppo-topk-tv", "pdm-aggregated", "pdm-uniform", "pdm-tail", "score-centering",
-    "m2po", "m2po-areal", "vaco", "triage", "troll", "dppo-exact-tv", "dppo-exact-kl", "pdm-exact",
-)  # fmt: skip
+    "dppo-binary-tv",
+    "dppo-binary-kl",
+    "dppo-topk-tv",
+    "dppo-topk-kl",
+    "dppo-symmetric",
+    "kpop",
+    "bpo",
+    "sapo",
+    "gspo",
+    "gmpo",
+    "minpro",
+    "trm-max",
+    "trm-mean",
+    "geometric-mask",
+    "off-policy-sequence-mask",
+    "cppo-binary-tv",
+    "cppo-topk-tv",
+    "pdm-aggregated",
+    "pdm-uniform",
+    "pdm-tail",
+    "score-centering",
+    "m2po",
+    "m2po-areal",
+    "vaco",
+    "triage",
+    "troll",
+    "dppo-exact-tv",
+    "dppo-exact-kl",
+    "pdm-exact",
+)
 
 
 QUADRATIC = "pg-is + (log r)^2"

@@ -45,9 +45,22 @@ def cost_ms(row: dict[str, Any], on_cpu: bool) -> float:
 
 
 def _implementations(rows: list[dict[str, Any]], on_cpu: bool) -> SummaryTable:
-    columns = ("implementation", "version", "entropy", "Top-K", "fwd ms", "bwd ms", "CPU ms",
-               "x first", "% copy", "peak", "all-reduces", "wire MB", "max abs dlogp",
-               "grad error")  # fmt: skip
+    columns = (
+        "implementation",
+        "version",
+        "entropy",
+        "Top-K",
+        "fwd ms",
+        "bwd ms",
+        "CPU ms",
+        "x first",
+        "% copy",
+        "peak",
+        "all-reduces",
+        "wire MB",
+        "max abs dlogp",
+        "grad error",
+    )
     lines = []
     for r in rows:
         header = ""
@@ -78,13 +91,15 @@ def _masks(rows: list[dict[str, Any]], unit: str) -> SummaryTable:
     columns = ("update", "ms", "overhead", "overhead in the loss", "all-reduces", "wire MB")
     lines = [
         (
-            r["name"], f"{r['total_ms']:.1f}",
+            r["name"],
+            f"{r['total_ms']:.1f}",
             f"{r['overhead']:+.2%} ± {r['overhead_iqr']:.2%}",
             f"{r['loss_overhead']:+.2%} ± {r['loss_overhead_iqr']:.2%}",
-            f"{r['extra_all_reduces']:+d}", f"{r['extra_wire_mb']:+.2f}",
+            f"{r['extra_all_reduces']:+d}",
+            f"{r['extra_wire_mb']:+.2f}",
         )
         for r in rows
-    ]  # fmt: skip
+    ]
     title = f"Statistics with entropy, loss and backward: what a mask adds, repetition by repetition ({unit})"
     return SummaryTable(title, columns, lines)
 

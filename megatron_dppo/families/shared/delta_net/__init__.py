@@ -40,18 +40,30 @@ def _in_files(dtype: str, rule: Rule) -> Rule:
 
 DELTA_NET = (
     decoder.gemma_norm("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
-    _delta_rule("conv1d.weight", splits.delta_sections, "conv1d.weight", "delta_qkv", "one", "delta_kernel"),
+    _delta_rule(
+        "conv1d.weight", splits.delta_sections, "conv1d.weight", "delta_qkv", "one", "delta_kernel"
+    ),
     _delta_rule("dt_bias", splits.column_parallel, "dt_bias", "delta_heads"),
     # Some checkpoints have A_log and the output norm in fp32, and all other tensors in bfloat16. For the output norm,
     # ``dtype`` allows fp32 in files, too.
     _in_files(
-        "float32", _delta_rule("A_log", splits.column_parallel, "A_log", "delta_heads", engine_dtype="float32")
+        "float32",
+        _delta_rule(
+            "A_log", splits.column_parallel, "A_log", "delta_heads", engine_dtype="float32"
+        ),
     ),
     _delta_rule(
-        "out_norm.weight", splits.replicated, "norm.weight", "delta_head", dtype="float32", engine_dtype=CONFIG_DTYPE
+        "out_norm.weight",
+        splits.replicated,
+        "norm.weight",
+        "delta_head",
+        dtype="float32",
+        engine_dtype=CONFIG_DTYPE,
     ),
-    _delta_rule("out_proj.weight", splits.row_parallel, "out_proj.weight", "hidden", "delta_values"),
-)  # fmt: skip
+    _delta_rule(
+        "out_proj.weight", splits.row_parallel, "out_proj.weight", "hidden", "delta_values"
+    ),
+)
 """The rules of a delta net, except the input matrices: families divide these differently."""
 
 

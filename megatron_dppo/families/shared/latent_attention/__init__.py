@@ -32,21 +32,44 @@ _QUERY = latent_rule(
 
 
 _QUERY_LATENT = (
-    latent_rule("linear_q_down_proj.weight", splits.replicated, "q_a_proj.weight", "query_rank", "hidden"),
-    latent_rule("linear_q_up_proj.layer_norm_weight", splits.replicated, "q_a_layernorm.weight", "query_rank"),
-    latent_rule("linear_q_up_proj.weight", splits.column_parallel, "q_b_proj.weight", "query", "query_rank"),
-)  # fmt: skip
+    latent_rule(
+        "linear_q_down_proj.weight", splits.replicated, "q_a_proj.weight", "query_rank", "hidden"
+    ),
+    latent_rule(
+        "linear_q_up_proj.layer_norm_weight",
+        splits.replicated,
+        "q_a_layernorm.weight",
+        "query_rank",
+    ),
+    latent_rule(
+        "linear_q_up_proj.weight", splits.column_parallel, "q_b_proj.weight", "query", "query_rank"
+    ),
+)
 
 
 LATENT_ATTENTION = (
     norm("input_layernorm.weight", "input_layernorm.weight"),
     *in_layers(_has_no_query_latent, _QUERY),
     *in_layers(_has_query_latent, *_QUERY_LATENT),
-    latent_rule("linear_kv_down_proj.weight", splits.replicated, "kv_a_proj_with_mqa.weight", "kv_latent", "hidden"),
-    latent_rule("linear_kv_up_proj.layer_norm_weight", splits.replicated, "kv_a_layernorm.weight", "kv_rank"),
-    latent_rule("linear_kv_up_proj.weight", splits.column_parallel, "kv_b_proj.weight", "kv_heads", "kv_rank"),
+    latent_rule(
+        "linear_kv_down_proj.weight",
+        splits.replicated,
+        "kv_a_proj_with_mqa.weight",
+        "kv_latent",
+        "hidden",
+    ),
+    latent_rule(
+        "linear_kv_up_proj.layer_norm_weight", splits.replicated, "kv_a_layernorm.weight", "kv_rank"
+    ),
+    latent_rule(
+        "linear_kv_up_proj.weight",
+        splits.column_parallel,
+        "kv_b_proj.weight",
+        "kv_heads",
+        "kv_rank",
+    ),
     latent_rule("linear_proj.weight", splits.row_parallel, "o_proj.weight", "hidden", "attention"),
-)  # fmt: skip
+)
 
 
 LATENTS_IN_ENGINE = engine_row(
