@@ -26,6 +26,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from megatron_dppo.checkpoint_conversion.gathering import Buffers
 from megatron_dppo.engine.changes import (
     Changes,
     apply_changes,
@@ -399,24 +400,25 @@ class IncomingShards(Incoming):
         store = connect_store(instruction.address, instruction.port, BUSY_CONNECT_S)
         link = Link(self._group, store, self._limit, device)
         kept: list[Callable[[], None]] = []
-        buffers = _Buffers(device)
+        # A rank receives at most two messages in a step. Those of the step before are placed and sent on meanwhile.
+        buffers = [Buffers(), Buffers()]
+        flat_bytes = torch.empty(0, dtype=torch.uint8, device=device)
         last: dict[MessageKey, _Received] = {}
         for step in steps:
             counts = [WHOLE] * len(step.receives)
             if instruction.has_changes:
                 counts = self._exchange_counts(link, step, last, device)
             received: dict[MessageKey, _Received] = {}
-            for (message, _), count in zip(step.receives, counts, strict=True):
+            for number, (message, _) in enumerate(step.receives):
                 placement = placements.of(fingerprint, message, self.dtype)
-                buffer = buffers.take(_sent_bytes(message, count))
-                received[message.key] = _Received(placement, buffer, count)
+                size = _sent_bytes(message, counts[number])
+                data = buffers[number].next(size, flat_bytes)
+                received[message.key] = _Received(placement, data, counts[number])
             sends = [(last[m.key].data, target) for m, target in step.sends]
             receives = [(received[m.key].data, source) for m, source in step.receives]
             exchanged = link.start(sends, receives)
             kept += _load(last, keeps_whole=keeps_whole)
             link.wait(exchanged)
-            for placed in last.values():
-                buffers.give_back(placed.data)
             last = received
         kept += _load(last, keeps_whole=keeps_whole)
         return kept
@@ -436,25 +438,6 @@ class IncomingShards(Incoming):
         sources = [source for _, source in step.receives]
         link.wait(link.start(sends, list(zip(counts, sources, strict=True))))
         return counts[:, 0].tolist()
-
-
-class _Buffers:
-    """Memory for messages, which is used again once a message is placed and sent on."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._unused = torch.empty(0, dtype=torch.uint8, device=device)
-        self._spare: list[Tensor] = []
-
-    def take(self, size: int) -> Tensor:
-        """Return ``size`` flat bytes."""
-        buffer = self._spare.pop() if self._spare else self._unused
-        if buffer.untyped_storage().nbytes() < size:
-            buffer = buffer.new_empty(size)
-        return buffer.as_strided((size,), (1,), 0)
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Let later messages use the memory of ``buffer``, which ``take`` returned."""
-        self._spare.append(buffer)
 
 
 class _Received(NamedTuple):

@@ -82,7 +82,8 @@ class TensorStrategy(ShardStrategy):
                 "weight_sync.changes_only: got true with weight_sync.strategy tensor and engines on several hosts, "
                 "expected strategy distributed"
             )
-        self._rounds = relays.rounds(self.rank, self.batch_bytes, self.bucket_bytes)
+        relayed_bytes = self.bucket_bytes - self.batch_bytes
+        self._rounds = relays.rounds(self.rank, self.batch_bytes, relayed_bytes)
         self.shards.use_batches([current.batch for current in self._rounds])
         relayed = [[message for message, _ in current.receives] for current in self._rounds]
         self._received = TwoBuffers(max(map(bytes_of, relayed)))
