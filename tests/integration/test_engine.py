@@ -64,7 +64,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.ports import free_port
 from megatron_dppo.system.scratch import SHARED_MEMORY
-from tests.integration.shared_launcher import shared_runtime
+from tests.integration.shared_launcher import server_of
 from tests.integration.weight_server import router_choices
 from tests.patience import UNBOUNDED_S, Patience, family_of, wait_healthy
 from tests.small_config import small_config
@@ -91,16 +91,8 @@ def run_config(folder: Path, **sections) -> TrainConfig:
 
 
 def engine_of(config: TrainConfig, port: int, log_name: str = "server.log") -> EngineProcess:
-    return EngineProcess(
-        config,
-        RunSpec.of_checked(config).servers,
-        port=port,
-        log_path=Path(config.run.directory) / "engine" / log_name,
-        seed=1,
-        api_key=API_KEY,
-        admin_api_key=ADMIN_KEY,
-        runtime=shared_runtime(),
-    )
+    log_path = Path(config.run.directory) / "engine" / log_name
+    return server_of(config, log_path, API_KEY, ADMIN_KEY, port=port)
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,9 @@ from megatron_dppo.config.loading import load_config
 from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.fleet.record import FleetRecord, Server
-from megatron_dppo.spec import RunSpec
-from megatron_dppo.system.ports import free_port
 from tests.integration.kept_fleet import kill, stop_scheduler
 from tests.integration.runs import GROUP, PROMPTS, ROOT, TrainingRun, records_of, steps_of
-from tests.integration.shared_launcher import shared_runtime
+from tests.integration.shared_launcher import server_of
 from tests.patience import run_patiently, wait_healthy
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -27,16 +25,7 @@ API_KEY, ADMIN_KEY = "elsewhere-user", "elsewhere-admin"
 def elsewhere(config) -> Iterator[EngineProcess]:
     """A server that the run does not start. It starts at the same time as the run."""
     loaded = load_config(str(config), [])
-    process = EngineProcess(
-        loaded,
-        RunSpec.of_checked(loaded).servers,
-        port=free_port("127.0.0.1"),
-        log_path=config.parent / "elsewhere.log",
-        seed=99,
-        api_key=API_KEY,
-        admin_api_key=ADMIN_KEY,
-        runtime=shared_runtime(),
-    )
+    process = server_of(loaded, config.parent / "elsewhere.log", API_KEY, ADMIN_KEY, seed=99)
     process.start()
     try:
         yield process

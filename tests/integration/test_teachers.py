@@ -26,7 +26,6 @@ from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineAnswerError, EngineMismatchError, EngineRequestError
-from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.token_scores import ScoredTokens
 from megatron_dppo.fleet import teachers
 from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient
@@ -37,10 +36,9 @@ from megatron_dppo.loop.teachers import Teachers
 from megatron_dppo.metrics.records import read_records
 from megatron_dppo.spec import RunSpec, TeacherSpec
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.ports import free_port
 from tests.integration.kept_fleet import KeptFleet, config_of, kill
 from tests.integration.runs import TrainingRun, write_material
-from tests.integration.shared_launcher import shared_runtime
+from tests.integration.shared_launcher import server_of
 from tests.patience import wait_healthy
 from tests.tiny_models import save_tiny_model
 from tests.unit.small_fleet import KEYS, SmallServer
@@ -71,16 +69,7 @@ def served(model: Path) -> Iterator[str]:
     config = config_of(model.parent / "run", model).model_copy(
         update={"sglang": {"chunked_prefill_size": 32}}
     )
-    process = EngineProcess(
-        config,
-        RunSpec.of_checked(config).servers,
-        port=free_port(),
-        log_path=model.parent / "server.log",
-        seed=1,
-        api_key=KEY,
-        admin_api_key=KEY,
-        runtime=shared_runtime(),
-    )
+    process = server_of(config, model.parent / "server.log", KEY, KEY)
     process.start()
     try:
         wait_healthy(process)
@@ -93,6 +82,15 @@ def served(model: Path) -> Iterator[str]:
 def url(model: Path) -> Iterator[str]:
     with served(model) as url:
         yield url
+
+
+def answer_to(scored: ScoredTokens, url: str) -> bytes:
+    async def ask() -> bytes:
+        async with HttpClient(url, KEY) as client:
+            return await client.request("POST", "/generate", scored.body())
+
+    with AsyncRunner() as runner:
+        return runner.run(ask())
 
 
 def log_probs_of(reference: PreTrainedModel, tokens: tuple[int, ...]) -> torch.Tensor:
@@ -108,14 +106,8 @@ def test_scores_are_the_models_own_log_probabilities(
     url: str, reference: PreTrainedModel, tokens: tuple[int, ...], start: int
 ) -> None:
     scored = ScoredTokens(tokens, start, top_k=7, vocabulary=512)
-
-    async def ask() -> bytes:
-        async with HttpClient(url, KEY) as client:
-            return await client.request("POST", "/generate", scored.body())
-
-    with AsyncRunner() as runner:
-        # The second answer comes from a server with these tokens in its prefix cache.
-        answers = [scored.read(runner.run(ask()), url) for _ in range(2)]
+    # The second answer comes from a server with these tokens in its prefix cache.
+    answers = [scored.read(answer_to(scored, url), url) for _ in range(2)]
     expected = log_probs_of(reference, tokens)[start - 1 :]
     of_tokens = expected.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
     best = expected.topk(7, dim=-1)
@@ -131,13 +123,7 @@ def test_rows_of_other_tokens_are_refused(url: str) -> None:
     """A server that answers for the token before each token, as a fault of one row would, is noticed by its Top-K."""
     tokens = SEQUENCES[2]
     scored = ScoredTokens(tokens, 5, top_k=64, vocabulary=512)
-
-    async def ask() -> bytes:
-        async with HttpClient(url, KEY) as client:
-            return await client.request("POST", "/generate", scored.body())
-
-    with AsyncRunner() as runner:
-        answer = orjson.loads(runner.run(ask()))
+    answer = orjson.loads(answer_to(scored, url))
     meta = answer["meta_info"]
     entries = meta["input_token_logprobs"]
     meta["input_token_logprobs"] = [entries[0], entries[-1], *entries[1:-1]]
@@ -150,13 +136,7 @@ def test_rows_of_other_tokens_are_refused(url: str) -> None:
 
 def test_ids_outside_the_policys_vocabulary_are_left_out(url: str) -> None:
     scored = ScoredTokens(SEQUENCES[1], 5, top_k=20, vocabulary=256)
-
-    async def ask() -> bytes:
-        async with HttpClient(url, KEY) as client:
-            return await client.request("POST", "/generate", scored.body())
-
-    with AsyncRunner() as runner:
-        columns = scored.read(runner.run(ask()), url)
+    columns = scored.read(answer_to(scored, url), url)
     ids = columns["teacher_topk_ids"]
     assert ids.max() < 256
     assert (ids == -1).any()

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.client import EngineClient, HttpClient
-from megatron_dppo.engine.options import free_server_port
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.protocol import GenerationRequest
 from megatron_dppo.engine.shards import WHOLE, slices_in
@@ -31,7 +30,6 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.quantization import Rounding
 from megatron_dppo.model.shard_plan import Message, Slice
-from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
 from megatron_dppo.weight_sync.distributed import DistributedStrategy
@@ -39,7 +37,7 @@ from megatron_dppo.weight_sync.one_rank import OneRankWeights
 from megatron_dppo.weight_sync.shards import Sent, Shards, ShardStrategy
 from megatron_dppo.weight_sync.shared_memory import TensorStrategy
 from megatron_dppo.weight_sync.transaction import WeightUpdater
-from tests.integration.shared_launcher import shared_runtime
+from tests.integration.shared_launcher import server_of
 from tests.patience import UNBOUNDED_S, wait_healthy
 
 KEY, ADMIN_KEY = "user-key", "admin-key"
@@ -134,17 +132,7 @@ def serve(
         "atomic_updates": atomic_updates,
     }
     config = run_config(folder, sglang=sglang, lora=lora or {}, model=model, engine=engine)
-    servers = RunSpec.of_checked(config).servers
-    process = EngineProcess(
-        config,
-        servers,
-        port=free_server_port(servers, config.engine.host),
-        log_path=folder / "engine.log",
-        seed=1,
-        api_key=KEY,
-        admin_api_key=ADMIN_KEY,
-        runtime=shared_runtime(),
-    )
+    process = server_of(config, folder / "engine.log", KEY, ADMIN_KEY)
     process.start()
     wait_healthy(process)
     return RunningServer(process, folder, dtype, quantization)
