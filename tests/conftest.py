@@ -4,6 +4,8 @@ The first tier is ``make test``. Continuous integration then runs the second tie
 changes from day to day.
 """
 
+import asyncio
+import inspect
 import os
 import sys
 import zlib
@@ -57,6 +59,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
     if left_out:
         config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest refuses a coroutine
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    names = inspect.signature(test).parameters
+    asyncio.run(test(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def day_of(nodeid: str) -> int:

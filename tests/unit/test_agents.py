@@ -405,24 +405,20 @@ def test_a_command_may_be_of_node(tmp_path):
     assert (t.finish_reason, t.turn_rewards) == ("stop", (0.25,)), episodes.faults
 
 
-def test_a_framework_needs_no_more_than_openais_variables():
+async def test_a_framework_needs_no_more_than_openais_variables():
     """pydantic-ai has the newest client in packages of its own. It calls a tool, and goes on with the tool's result."""
-
-    async def work() -> None:
-        path = environment_with("agents")["PYTHONPATH"]
-        command = f"env PYTHONPATH={path} {sys.executable} -m {PLANTED} framework"
-        async with started_agent(command) as (agent, call):
-            assert call.messages == [{"role": "system", "content": "sums"}, user("3+5")]
-            assert [tool["function"]["name"] for tool in call.tools] == ["add"]
-            step = await agent.step(Turn(ADD, (1,)))
-            result = {"role": "tool", "content": "8", "tool_call_id": "call_0_0"}
-            assert isinstance(step.observation, ChatCall)
-            assert step.observation.messages == [result]
-            assert step.observation.tools == call.tools
-            last_step = await agent.step(Turn("It is 8.", (1,)))
-            assert last_step == Step(done=True, is_scored=True, scored_text="It is 8.")
-
-    run(work)
+    path = environment_with("agents")["PYTHONPATH"]
+    command = f"env PYTHONPATH={path} {sys.executable} -m {PLANTED} framework"
+    async with started_agent(command) as (agent, call):
+        assert call.messages == [{"role": "system", "content": "sums"}, user("3+5")]
+        assert [tool["function"]["name"] for tool in call.tools] == ["add"]
+        step = await agent.step(Turn(ADD, (1,)))
+        result = {"role": "tool", "content": "8", "tool_call_id": "call_0_0"}
+        assert isinstance(step.observation, ChatCall)
+        assert step.observation.messages == [result]
+        assert step.observation.tools == call.tools
+        last_step = await agent.step(Turn("It is 8.", (1,)))
+        assert last_step == Step(done=True, is_scored=True, scored_text="It is 8.")
 
 
 def test_the_last_line_of_a_command_may_be_its_result():
@@ -448,12 +444,9 @@ def test_the_last_line_of_a_command_may_be_its_result():
             result_of(output)
 
 
-def test_what_a_command_says_to_standard_error_is_no_result():
-    async def work() -> None:
-        async with started_agent(f"{sys.executable} -m {PLANTED} complain") as (agent, _):
-            assert await agent.step(Turn("4", (1,))) == Step(done=True, reward=0.5)
-
-    run(work)
+async def test_what_a_command_says_to_standard_error_is_no_result():
+    async with started_agent(f"{sys.executable} -m {PLANTED} complain") as (agent, _):
+        assert await agent.step(Turn("4", (1,))) == Step(done=True, reward=0.5)
 
 
 @pytest.mark.parametrize(
@@ -464,27 +457,21 @@ def test_what_a_command_says_to_standard_error_is_no_result():
         ("listing", r"\[1\], expected .*None"),
     ],
 )
-def test_what_an_agent_fails_with_is_no_reward(agent, reason):
-    async def work() -> None:
-        async with started_agent(agent) as (environment, _):
-            with pytest.raises((RuntimeError, TypeError), match=reason):
-                await environment.step(Turn("4", (1,)))
-
-    run(work)
+async def test_what_an_agent_fails_with_is_no_reward(agent, reason):
+    async with started_agent(agent) as (environment, _):
+        with pytest.raises((RuntimeError, TypeError), match=reason):
+            await environment.step(Turn("4", (1,)))
 
 
-def test_an_agent_that_never_calls_is_no_episode():
-    async def work() -> None:
-        # The agent ends before its first call, so there is no turn.
-        with pytest.raises(RuntimeError, match="ended"):
-            async with started_agent("silent"):
-                pytest.fail("an agent without a call began")
-        # A worker ends the wait in this way after environment.step_timeout_s.
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2), started_agent("hanging"):
-                pass
-
-    run(work)
+async def test_an_agent_that_never_calls_is_no_episode():
+    # The agent ends before its first call, so there is no turn.
+    with pytest.raises(RuntimeError, match="ended"):
+        async with started_agent("silent"):
+            pytest.fail("an agent without a call began")
+    # A worker ends the wait in this way after environment.step_timeout_s.
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2), started_agent("hanging"):
+            pass
 
 
 # --- what a session answers and refuses
@@ -525,65 +512,56 @@ def run(work: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(work())  # type: ignore[arg-type]
 
 
-def test_an_answer_is_openais_streamed_or_not():
-    async def work() -> None:
-        turns = Turn(ADD, (5, 6, 7), False, 11), Turn("8 an", (8, 9), True, 20)
-        async with session(*turns) as (client, _):
-            first = await say(client, user("3+5"), tools=[TOOL])
-            (choice,) = first.choices
-            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-            (call,) = choice.message.tool_calls
-            assert (call.id, call.function.name) == ("call_0_0", "add")
-            assert json.loads(call.function.arguments) == {"a": 3, "b": 5}
-            assert first.usage.to_dict() == {
-                "prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14,
-            }  # fmt: skip
-            # The client may send the same messages back in another form.
-            text = [{"type": "text", "text": "8"}]
-            sent = {**choice.message.to_dict(), "content": "", "refusal": None}
-            sent["tool_calls"][0]["function"]["arguments"] = '{ "b":5, "a":3 }'
-            reply = {"role": "tool", "tool_call_id": call.id, "content": text}
-            stream = await say(
-                client, user("3+5"), sent, reply, tools=[TOOL], stream=True,
-                stream_options={"include_usage": True},
-            )  # fmt: skip
-            pieces = [piece async for piece in stream]
-            assert [p.choices[0].delta.content for p in pieces[:2]] == ["8 an", None]
-            assert [p.choices[0].finish_reason for p in pieces[:2]] == [None, "length"]
-            assert (len(pieces), pieces[2].choices, pieces[2].usage.total_tokens) == (3, [], 22)
-
-    run(work)
+async def test_an_answer_is_openais_streamed_or_not():
+    turns = Turn(ADD, (5, 6, 7), False, 11), Turn("8 an", (8, 9), True, 20)
+    async with session(*turns) as (client, _):
+        first = await say(client, user("3+5"), tools=[TOOL])
+        (choice,) = first.choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        (call,) = choice.message.tool_calls
+        assert (call.id, call.function.name) == ("call_0_0", "add")
+        assert json.loads(call.function.arguments) == {"a": 3, "b": 5}
+        assert first.usage.to_dict() == {
+            "prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14,
+        }  # fmt: skip
+        # The client may send the same messages back in another form.
+        text = [{"type": "text", "text": "8"}]
+        sent = {**choice.message.to_dict(), "content": "", "refusal": None}
+        sent["tool_calls"][0]["function"]["arguments"] = '{ "b":5, "a":3 }'
+        reply = {"role": "tool", "tool_call_id": call.id, "content": text}
+        stream = await say(
+            client, user("3+5"), sent, reply, tools=[TOOL], stream=True,
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        pieces = [piece async for piece in stream]
+        assert [p.choices[0].delta.content for p in pieces[:2]] == ["8 an", None]
+        assert [p.choices[0].finish_reason for p in pieces[:2]] == [None, "length"]
+        assert (len(pieces), pieces[2].choices, pieces[2].usage.total_tokens) == (3, [], 22)
 
 
-def test_calls_of_tools_are_streamed_and_only_where_there_are_tools():
-    async def work() -> None:
-        async with session(Turn(f"so {ADD} and", (1,))) as (client, _):
-            stream = await say(client, user("3+5"), tools=[TOOL], stream=True)
-            first, last = [piece.choices[0] async for piece in stream]
-            (call,) = first.delta.tool_calls
-            assert (first.delta.content, call.index, call.function.name) == ("so", 0, "add")
-            assert last.finish_reason == "tool_calls"
-        bad = ADD.replace("}}", "}")
-        for text, tools in ((ADD, []), (bad, [TOOL]), (ADD.replace('"name"', '"nam"'), [TOOL])):
-            async with session(Turn(text, (1,))) as (client, _):
-                message = (await say(client, user("3+5"), tools=tools)).choices[0].message
-                assert (message.content, message.tool_calls) == (text, None)
-
-    run(work)
+async def test_calls_of_tools_are_streamed_and_only_where_there_are_tools():
+    async with session(Turn(f"so {ADD} and", (1,))) as (client, _):
+        stream = await say(client, user("3+5"), tools=[TOOL], stream=True)
+        first, last = [piece.choices[0] async for piece in stream]
+        (call,) = first.delta.tool_calls
+        assert (first.delta.content, call.index, call.function.name) == ("so", 0, "add")
+        assert last.finish_reason == "tool_calls"
+    bad = ADD.replace("}}", "}")
+    for text, tools in ((ADD, []), (bad, [TOOL]), (ADD.replace('"name"', '"nam"'), [TOOL])):
+        async with session(Turn(text, (1,))) as (client, _):
+            message = (await say(client, user("3+5"), tools=tools)).choices[0].message
+            assert (message.content, message.tool_calls) == (text, None)
 
 
-def test_a_session_has_one_key_and_one_model():
-    async def work() -> None:
-        async with session() as (client, _), session(key="other") as (other, _):
-            assert [model.id async for model in client.models.list()] == ["policy"]
-            for key in ("wrong", "Key", "ke", other.api_key):
-                stranger = client.with_options(api_key=key)
-                with pytest.raises(openai.AuthenticationError):
-                    await say(stranger, user("3+5"))
-                with pytest.raises(openai.AuthenticationError):
-                    await stranger.models.list()
-
-    run(work)
+async def test_a_session_has_one_key_and_one_model():
+    async with session() as (client, _), session(key="other") as (other, _):
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        for key in ("wrong", "Key", "ke", other.api_key):
+            stranger = client.with_options(api_key=key)
+            with pytest.raises(openai.AuthenticationError):
+                await say(stranger, user("3+5"))
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.models.list()
 
 
 @pytest.mark.parametrize(
@@ -609,34 +587,28 @@ def test_a_session_has_one_key_and_one_model():
         ),
     ],
 )
-def test_what_a_session_can_not_do_is_refused(settings, message):
-    async def work() -> None:
-        async with session(Turn("8", (1,))) as (client, conversation):
-            with pytest.raises(openai.BadRequestError, match=message):
-                await client.chat.completions.create(
-                    **{"model": "m", "messages": [user("3+5")], **settings}
-                )
-            assert re.search(message, conversation.refusal)
-            # The session goes on, and accepts settings that change nothing.
-            await say(client, user("3+5"), n=1, tool_choice="auto", temperature=None)
-
-    run(work)
+async def test_what_a_session_can_not_do_is_refused(settings, message):
+    async with session(Turn("8", (1,))) as (client, conversation):
+        with pytest.raises(openai.BadRequestError, match=message):
+            await client.chat.completions.create(
+                **{"model": "m", "messages": [user("3+5")], **settings}
+            )
+        assert re.search(message, conversation.refusal)
+        # The session goes on, and accepts settings that change nothing.
+        await say(client, user("3+5"), n=1, tool_choice="auto", temperature=None)
 
 
-def test_the_runs_own_sampling_settings_may_be_repeated():
-    async def work() -> None:
-        turns = Turn("8", (1,)), Turn("9", (2,))
-        async with session(*turns, sampling={"temperature": 0.5, "top_p": 1.0}) as (client, _):
-            completion = await say(client, user("3+5"), temperature=0.5, top_p=1)
-            assert completion.choices[0].message.content == "8"
-            for other in ({"temperature": 0.7}, {"top_p": 0.5}, {"temperature": "0.5"}):
-                with pytest.raises(openai.BadRequestError, match=next(iter(other))):
-                    await say(client, user("3+6"), extra_body=other)
-
-    run(work)
+async def test_the_runs_own_sampling_settings_may_be_repeated():
+    turns = Turn("8", (1,)), Turn("9", (2,))
+    async with session(*turns, sampling={"temperature": 0.5, "top_p": 1.0}) as (client, _):
+        completion = await say(client, user("3+5"), temperature=0.5, top_p=1)
+        assert completion.choices[0].message.content == "8"
+        for other in ({"temperature": 0.7}, {"top_p": 0.5}, {"temperature": "0.5"}):
+            with pytest.raises(openai.BadRequestError, match=next(iter(other))):
+                await say(client, user("3+6"), extra_body=other)
 
 
-def test_settings_with_a_neutral_value_are_accepted():
+async def test_settings_with_a_neutral_value_are_accepted():
     """Some clients send every field of the API with its default."""
     neutral_values = {
         **{
@@ -650,16 +622,12 @@ def test_settings_with_a_neutral_value_are_accepted():
         **{"top_logprobs": 0, "service_tier": "auto", "modalities": ["text"], "min_p": 0.0},
         **{"repetition_penalty": 1.0, "frequency_penalty": 0.0, "logprobs": False, "n": 1},
     }
-
-    async def work() -> None:
-        async with session(Turn("8", (1,))) as (client, _):
-            completion = await say(client, user("3+5"), extra_body=neutral_values)
-            assert completion.choices[0].message.content == "8"
-            for name, value in {"stop": "x", "logit_bias": {"7": 1}, "top_logprobs": 1}.items():
-                with pytest.raises(openai.BadRequestError, match=f"{name}: got"):
-                    await say(client, user("3+6"), extra_body={name: value})
-
-    run(work)
+    async with session(Turn("8", (1,))) as (client, _):
+        completion = await say(client, user("3+5"), extra_body=neutral_values)
+        assert completion.choices[0].message.content == "8"
+        for name, value in {"stop": "x", "logit_bias": {"7": 1}, "top_logprobs": 1}.items():
+            with pytest.raises(openai.BadRequestError, match=f"{name}: got"):
+                await say(client, user("3+6"), extra_body={name: value})
 
 
 def test_an_episode_knows_the_sampling_settings_of_its_run():
@@ -671,13 +639,10 @@ def test_an_episode_knows_the_sampling_settings_of_its_run():
     assert t.turns == 2
 
 
-def test_fields_are_ignored_where_the_options_say_so():
-    async def work() -> None:
-        async with session(Turn("8", (1,)), ignored=frozenset({"temperature"})) as (client, _):
-            completion = await say(client, user("3+5"), temperature=0.5)
-            assert completion.choices[0].message.content == "8"
-
-    run(work)
+async def test_fields_are_ignored_where_the_options_say_so():
+    async with session(Turn("8", (1,)), ignored=frozenset({"temperature"})) as (client, _):
+        completion = await say(client, user("3+5"), temperature=0.5)
+        assert completion.choices[0].message.content == "8"
 
 
 @pytest.mark.parametrize(
@@ -690,56 +655,51 @@ def test_fields_are_ignored_where_the_options_say_so():
         ([user("3+5"), "said", {"role": "assistant", "content": "9"}, user("x")], "of others"),
     ],
 )
-def test_a_history_that_no_branch_has_is_refused_where_there_may_be_no_more(messages, message):
+async def test_a_history_that_no_branch_has_is_refused_where_there_may_be_no_more(
+    messages, message
+):
     message += ".*1 branches, and there may be no more"
-
-    async def work() -> None:
-        turns = Turn(" 8", (1,)), Turn("9", (2,))
-        async with session(*turns, most_branches=1) as (client, _):
-            sampled = (await say(client, user("3+5"))).choices[0].message
-            sent = [sampled if m == "said" else m for m in messages]
-            with pytest.raises(openai.ConflictError, match=message):
-                await say(client, *sent)
-            with pytest.raises(openai.ConflictError, match="tools: "):
-                await say(client, user("3+5"), sampled, user("sure?"), tools=[TOOL])
-            again = {"role": "assistant", "content": "8"}
-            completion = await say(client, user("3+5"), again, user("sure?"))
-            assert completion.choices[0].message.content == "9"
-
-    run(work)
+    turns = Turn(" 8", (1,)), Turn("9", (2,))
+    async with session(*turns, most_branches=1) as (client, _):
+        sampled = (await say(client, user("3+5"))).choices[0].message
+        sent = [sampled if m == "said" else m for m in messages]
+        with pytest.raises(openai.ConflictError, match=message):
+            await say(client, *sent)
+        with pytest.raises(openai.ConflictError, match="tools: "):
+            await say(client, user("3+5"), sampled, user("sure?"), tools=[TOOL])
+        again = {"role": "assistant", "content": "8"}
+        completion = await say(client, user("3+5"), again, user("sure?"))
+        assert completion.choices[0].message.content == "9"
 
 
-def test_calls_are_answered_in_their_order_and_one_whose_caller_has_gone_may_come_again():
-    async def work() -> None:
-        async with session() as (client, conversation):
-            first = asyncio.create_task(say(client, user("3+5")))
-            call = await conversation.calls.get()
-            assert call == ChatCall([user("3+5")], [], None, 0)
-            other = asyncio.create_task(say(client, user("3+6")))
-            assert await conversation.calls.get() == ChatCall([user("3+6")], [], None, 1)
-            first.cancel()
-            await asyncio.wait([first])
-            while conversation._undelivered[0].has_client:
-                await asyncio.sleep(0.01)
-            again = asyncio.create_task(say(client, user("3+5")))
-            while not conversation._undelivered[0].has_client:
-                await asyncio.sleep(0.01)
-            for text in ("8", "9"):
-                conversation.answer(Turn(text, (1,)))
-            assert (await again).choices[0].message.content == "8"
-            assert (await other).choices[0].message.content == "9"
-            assert conversation.calls.empty()
-            # The turn of a call whose caller has gone may arrive before the caller sends the call again.
-            cancelled_call = asyncio.create_task(say(client, user("3+7")))
-            assert (await conversation.calls.get()).branch == 2
-            cancelled_call.cancel()
-            while conversation._undelivered[0].has_client:
-                await asyncio.sleep(0.01)
-            conversation.answer(Turn("10", (1,)))
-            assert (await say(client, user("3+7"))).choices[0].message.content == "10"
-            assert conversation._undelivered == []
-
-    run(work)
+async def test_calls_are_answered_in_their_order_and_one_whose_caller_has_gone_may_come_again():
+    async with session() as (client, conversation):
+        first = asyncio.create_task(say(client, user("3+5")))
+        call = await conversation.calls.get()
+        assert call == ChatCall([user("3+5")], [], None, 0)
+        other = asyncio.create_task(say(client, user("3+6")))
+        assert await conversation.calls.get() == ChatCall([user("3+6")], [], None, 1)
+        first.cancel()
+        await asyncio.wait([first])
+        while conversation._undelivered[0].has_client:
+            await asyncio.sleep(0.01)
+        again = asyncio.create_task(say(client, user("3+5")))
+        while not conversation._undelivered[0].has_client:
+            await asyncio.sleep(0.01)
+        for text in ("8", "9"):
+            conversation.answer(Turn(text, (1,)))
+        assert (await again).choices[0].message.content == "8"
+        assert (await other).choices[0].message.content == "9"
+        assert conversation.calls.empty()
+        # The turn of a call whose caller has gone may arrive before the caller sends the call again.
+        cancelled_call = asyncio.create_task(say(client, user("3+7")))
+        assert (await conversation.calls.get()).branch == 2
+        cancelled_call.cancel()
+        while conversation._undelivered[0].has_client:
+            await asyncio.sleep(0.01)
+        conversation.answer(Turn("10", (1,)))
+        assert (await say(client, user("3+7"))).choices[0].message.content == "10"
+        assert conversation._undelivered == []
 
 
 def test_a_branch_goes_on_where_it_was():
@@ -778,32 +738,26 @@ def test_a_branch_goes_on_where_it_was():
     run(work)
 
 
-def test_a_stream_begins_before_its_turn_is_there():
-    async def work() -> None:
-        async with session() as (client, conversation), aiohttp.ClientSession() as http:
-            body = {"messages": [user("3+5")], "stream": True}
-            key = {"Authorization": "Bearer key"}
-            async with http.post(f"{client.base_url}chat/completions", json=body, headers=key) as r:
-                assert (r.status, r.content_type) == (200, "text/event-stream")
-                assert (await r.content.readline()).startswith(b": ")
-                await conversation.calls.get()
-                conversation.answer(Turn("8", (1,)))
-                assert b'"content": "8"' in await r.content.read()
-
-    run(work)
+async def test_a_stream_begins_before_its_turn_is_there():
+    async with session() as (client, conversation), aiohttp.ClientSession() as http:
+        body = {"messages": [user("3+5")], "stream": True}
+        key = {"Authorization": "Bearer key"}
+        async with http.post(f"{client.base_url}chat/completions", json=body, headers=key) as r:
+            assert (r.status, r.content_type) == (200, "text/event-stream")
+            assert (await r.content.readline()).startswith(b": ")
+            await conversation.calls.get()
+            conversation.answer(Turn("8", (1,)))
+            assert b'"content": "8"' in await r.content.read()
 
 
-def test_a_body_that_is_too_large_is_a_refusal():
-    async def work() -> None:
-        async with session() as (client, conversation):
-            with pytest.raises(openai.APIStatusError, match="1048576") as error:
-                await say(client, user("x" * (1 << 20)))
-            assert error.value.status_code == 413
-            assert isinstance(error.value.body, dict)
-            assert error.value.body["type"] == "invalid_request_error"
-            assert "1048576" in conversation.refusal
-
-    run(work)
+async def test_a_body_that_is_too_large_is_a_refusal():
+    async with session() as (client, conversation):
+        with pytest.raises(openai.APIStatusError, match="1048576") as error:
+            await say(client, user("x" * (1 << 20)))
+        assert error.value.status_code == 413
+        assert isinstance(error.value.body, dict)
+        assert error.value.body["type"] == "invalid_request_error"
+        assert "1048576" in conversation.refusal
 
 
 def body_of(*messages: Any, **fields: Any) -> str:
@@ -853,53 +807,42 @@ NESTED = json.loads("[" * 500 + "]" * 500)
     }.items(),
     ids=lambda body: body[0],
 )
-def test_what_no_session_can_read_is_refused_once(body):
+async def test_what_no_session_can_read_is_refused_once(body):
     """The status is 400, because OpenAI's clients repeat a call that ends with 500."""
-
-    async def work() -> None:
-        async with session(Turn("8", (1,))) as (client, conversation):
-            headers = {"Authorization": "Bearer key", "Content-Type": "application/json"}
-            async with aiohttp.ClientSession(headers=headers) as other:
-                url = f"{client.base_url}chat/completions"
-                async with other.post(url, data=body[1]) as answer:
-                    content = await answer.json()
-            assert (answer.status, answer.headers["x-should-retry"]) == (400, "false")
-            assert content["error"]["message"] == conversation.refusal != ""
-            assert (await say(client, user("3+5"))).choices[0].message.content == "8"
-
-    run(work)
-
-
-def test_a_key_and_a_charset_that_are_no_text_are_refused():
-    async def work() -> None:
-        async with session(Turn("8", (1,))) as (client, _):
+    async with session(Turn("8", (1,))) as (client, conversation):
+        headers = {"Authorization": "Bearer key", "Content-Type": "application/json"}
+        async with aiohttp.ClientSession(headers=headers) as other:
             url = f"{client.base_url}chat/completions"
-            good = {"Authorization": "Bearer key", "Content-Type": "application/json"}
-            bad = [
-                (401, good | {"Authorization": "Bearer \udcff"}),
-                (400, good | {"Content-Type": "application/json; charset=klingon"}),
-            ]
-            async with aiohttp.ClientSession() as other:
-                for status, headers in bad:
-                    sent = other.post(url, data=body_of(user("3+5")), headers=headers)
-                    async with sent as answer:
-                        assert answer.status == status
-
-    run(work)
+            async with other.post(url, data=body[1]) as answer:
+                content = await answer.json()
+        assert (answer.status, answer.headers["x-should-retry"]) == (400, "false")
+        assert content["error"]["message"] == conversation.refusal != ""
+        assert (await say(client, user("3+5"))).choices[0].message.content == "8"
 
 
-def test_calls_that_policy_nests_too_deeply_stay_text():
+async def test_a_key_and_a_charset_that_are_no_text_are_refused():
+    async with session(Turn("8", (1,))) as (client, _):
+        url = f"{client.base_url}chat/completions"
+        good = {"Authorization": "Bearer key", "Content-Type": "application/json"}
+        bad = [
+            (401, good | {"Authorization": "Bearer \udcff"}),
+            (400, good | {"Content-Type": "application/json; charset=klingon"}),
+        ]
+        async with aiohttp.ClientSession() as other:
+            for status, headers in bad:
+                sent = other.post(url, data=body_of(user("3+5")), headers=headers)
+                async with sent as answer:
+                    assert answer.status == status
+
+
+async def test_calls_that_policy_nests_too_deeply_stay_text():
     """Such a call is treated like one that is no JSON. What the policy says must be no reason to replace a sample."""
     text = f'<tool_call>{{"name": "add", "arguments": {{"a": {json.dumps(NESTED)}}}}}</tool_call>'
-
-    async def work() -> None:
-        async with session(Turn(text, (1,)), Turn("8", (2,))) as (client, _):
-            message = (await say(client, user("3+5"), tools=[TOOL])).choices[0].message
-            assert (message.content, message.tool_calls) == (text, None)
-            again = await say(client, user("3+5"), message, user("sure?"), tools=[TOOL])
-            assert again.choices[0].message.content == "8"
-
-    run(work)
+    async with session(Turn(text, (1,)), Turn("8", (2,))) as (client, _):
+        message = (await say(client, user("3+5"), tools=[TOOL])).choices[0].message
+        assert (message.content, message.tool_calls) == (text, None)
+        again = await say(client, user("3+5"), message, user("sure?"), tools=[TOOL])
+        assert again.choices[0].message.content == "8"
 
 
 @pytest.mark.parametrize(
@@ -916,16 +859,13 @@ def test_calls_that_policy_nests_too_deeply_stay_text():
         ("[" * 100_000, ..., None),
     ],
 )
-def test_llama_calls_tools_by_a_whole_message(text, content, arguments):
-    async def work() -> None:
-        async with session(Turn(text, (1,)), policy_format=PolicyFormat("llama3")) as (client, _):
-            message = (await say(client, user("3+5"), tools=[TOOL])).choices[0].message
-            assert message.content == (text if content is ... else content)
-            calls = [c.function for c in message.tool_calls or ()]
-            expected = [] if arguments is None else [("add", arguments)]
-            assert [(c.name, json.loads(c.arguments)) for c in calls] == expected
-
-    run(work)
+async def test_llama_calls_tools_by_a_whole_message(text, content, arguments):
+    async with session(Turn(text, (1,)), policy_format=PolicyFormat("llama3")) as (client, _):
+        message = (await say(client, user("3+5"), tools=[TOOL])).choices[0].message
+        assert message.content == (text if content is ... else content)
+        calls = [c.function for c in message.tool_calls or ()]
+        expected = [] if arguments is None else [("add", arguments)]
+        assert [(c.name, json.loads(c.arguments)) for c in calls] == expected
 
 
 def test_an_agent_that_is_not_there_is_refused_before_a_run():
