@@ -68,21 +68,19 @@ def judge_answer(body: Any) -> Any:
     return {"choices": [{"message": {"content": text}}]}
 
 
-def run_with_judge(work: Callable[[Service, Judge], Awaitable[None]], **options: Any) -> None:
-    async def run() -> None:
-        service = Service(judge_answer)
-        async with serve(service) as url:
-            judge = Judge(url=url, model="m", **options)
-            try:
-                await work(service, judge)
-            finally:
-                await judge._endpoint.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def judged(**options: Any) -> AsyncIterator[tuple[Service, Judge]]:
+    service = Service(judge_answer)
+    async with serve(service) as url:
+        judge = Judge(url=url, model="m", **options)
+        try:
+            yield service, judge
+        finally:
+            await judge._endpoint.close()
 
 
-def test_equal_responses_of_a_group_are_one_question_to_a_judge():
-    async def work(service: Service, judge: Judge) -> None:
+async def test_equal_responses_of_a_group_are_one_question_to_a_judge():
+    async with judged() as (service, judge):
         service.may_answer.clear()
         texts = ["12"] * 6 + ["1", "12"]
         waiting = asyncio.gather(*(judge(RewardInput(text)) for text in texts))
@@ -93,11 +91,9 @@ def test_equal_responses_of_a_group_are_one_question_to_a_judge():
         assert (await judge(RewardInput("12"))).value == 0.2
         assert len(service.bodies) == 2
 
-    run_with_judge(work)
 
-
-def test_a_failure_reaches_all_who_wait_and_the_next_one_asks_again():
-    async def work(service: Service, judge: Judge) -> None:
+async def test_a_failure_reaches_all_who_wait_and_the_next_one_asks_again():
+    async with judged() as (service, judge):
         service.status = 503
         calls = (judge(RewardInput("1")) for _ in range(3))
         errors = await asyncio.gather(*calls, return_exceptions=True)
@@ -108,14 +104,12 @@ def test_a_failure_reaches_all_who_wait_and_the_next_one_asks_again():
         assert (await judge(RewardInput("1"))).value == 0.1
         assert len(service.bodies) == 2
 
-    run_with_judge(work)
-
 
 @pytest.mark.parametrize("first_is_given_up", [True, False])
-def test_whoever_is_given_up_leaves_no_other_without_a_word(first_is_given_up):
+async def test_whoever_is_given_up_leaves_no_other_without_a_word(first_is_given_up):
     """A verifier cancels a call after ``timeout_s``. An equal call waits for the same answer, and must end too."""
 
-    async def work(service: Service, judge: Judge) -> None:
+    async with judged() as (service, judge):
         service.may_answer.clear()
         first, second = (asyncio.create_task(judge(RewardInput("1"))) for _ in range(2))
         await service.has_request.wait()
@@ -131,65 +125,52 @@ def test_whoever_is_given_up_leaves_no_other_without_a_word(first_is_given_up):
             assert results[0].value == 0.1
             assert isinstance(results[1], asyncio.CancelledError)
 
-    run_with_judge(work)
 
-
-def test_an_answer_without_a_score_is_asked_for_again_unless_it_is_one():
-    async def work(service: Service, judge: Judge) -> None:
+async def test_an_answer_without_a_score_is_asked_for_again_unless_it_is_one():
+    async with judged() as (service, judge):
         with pytest.raises(RewardUnavailableError, match="no score: 'Score: 11'"):
             await judge(RewardInput("1" * 11))
         with pytest.raises(RewardUnavailableError, match="no score"):
             await judge(RewardInput("1" * 11))
         assert len(service.bodies) == 2
-
-    run_with_judge(work)
-
-    async def work_with_value(service: Service, judge: Judge) -> None:
+    async with judged(unparsed=-1.0) as (service, judge):
         for _ in range(2):
             assert (await judge(RewardInput("1" * 11))).value == -1
         assert len(service.bodies) == 1
 
-    run_with_judge(work_with_value, unparsed=-1.0)
 
-
-def test_a_reward_model_is_sent_each_conversation_once(tmp_path):
+async def test_a_reward_model_is_sent_each_conversation_once(tmp_path):
     """This holds in a batch, in two calls at the same time, and until other conversations replace it in the cache."""
     tiny_tokenizer().save_pretrained(tmp_path)
-
-    async def run() -> None:
-        service = Service(lambda body: [{"embedding": [len(ids)]} for ids in body["input_ids"]])
-        async with serve(service) as url:
-            model = RewardModel(url=url, tokenizer=str(tmp_path))
-            texts = ["1", "1 1", "1", "1 1 1"]
-            service.may_answer.clear()
-            both = asyncio.gather(*(model([RewardInput(t) for t in texts]) for _ in range(2)))
-            await service.has_request.wait()
-            service.may_answer.set()
-            values, again = await both
-            assert values == again == await model([RewardInput(text) for text in texts])
-            assert values[0] == values[2] < values[1] < values[3]
-            assert [len(body["input_ids"]) for body in service.bodies] == [3]
-            model._cache._size = 2
-            await model([RewardInput("2")])
-            await model([RewardInput("1 1 1")])
-            assert len(service.bodies) == 2
-            await model([RewardInput("1")])
-            assert len(service.bodies) == 3
-            await model._endpoint.close()
-
-    asyncio.run(run())
+    service = Service(lambda body: [{"embedding": [len(ids)]} for ids in body["input_ids"]])
+    async with serve(service) as url:
+        model = RewardModel(url=url, tokenizer=str(tmp_path))
+        texts = ["1", "1 1", "1", "1 1 1"]
+        service.may_answer.clear()
+        both = asyncio.gather(*(model([RewardInput(t) for t in texts]) for _ in range(2)))
+        await service.has_request.wait()
+        service.may_answer.set()
+        values, again = await both
+        assert values == again == await model([RewardInput(text) for text in texts])
+        assert values[0] == values[2] < values[1] < values[3]
+        assert [len(body["input_ids"]) for body in service.bodies] == [3]
+        model._cache._size = 2
+        await model([RewardInput("2")])
+        await model([RewardInput("1 1 1")])
+        assert len(service.bodies) == 2
+        await model([RewardInput("1")])
+        assert len(service.bodies) == 3
+        await model._endpoint.close()
 
 
-def test_of_an_answer_no_more_is_read_than_a_bound(monkeypatch):
-    async def work(service: Service, judge: Judge) -> None:
+async def test_of_an_answer_no_more_is_read_than_a_bound(monkeypatch):
+    async with judged() as (_, judge):
         size = len(json.dumps(judge_answer({"messages": [{"content": "Response:\n1\n"}]})))
         monkeypatch.setattr(over_http, "_MAX_ANSWER_BYTES", size)
         assert (await judge(RewardInput("1"))).value == 0.1
         monkeypatch.setattr(over_http, "_MAX_ANSWER_BYTES", size - 1)
         with pytest.raises(RewardUnavailableError, match=mentioning(size - 1)):
             await judge(RewardInput("2"))
-
-    run_with_judge(work)
 
 
 # --- answers that make no sense
@@ -265,10 +246,11 @@ def test_a_judges_nonsense_is_no_reward_to_all_who_wait(answer):
     assert isinstance(fault_of(call, Service(lambda _: answer)), RewardUnavailableError)
 
 
-def test_an_error_that_nobody_expects_reaches_all_who_wait(monkeypatch):
+async def test_an_error_that_nobody_expects_reaches_all_who_wait(monkeypatch):
     """Equal requests wait for the first one. They must not wait for ever, whatever type of exception it raises."""
 
-    async def work(service: Service, judge: Judge) -> None:
+    async with judged() as (_, judge):
+
         async def fail(path: str, body: Any) -> Any:
             await asyncio.sleep(0)
             raise LookupError("planted")
@@ -277,53 +259,43 @@ def test_an_error_that_nobody_expects_reaches_all_who_wait(monkeypatch):
         calls = asyncio.gather(*(judge(RewardInput("1")) for _ in range(3)), return_exceptions=True)
         assert [type(e) for e in await asyncio.wait_for(calls, 10.0)] == [LookupError] * 3
 
-    run_with_judge(work)
 
-
-def test_a_redirect_is_not_followed_and_names_both_addresses():
+async def test_a_redirect_is_not_followed_and_names_both_addresses():
     """After a redirect another server would set the reward."""
-
-    async def run() -> None:
-        other_service, service = Service(judge_answer), Service(lambda _: "moved")
-        async with serve(other_service) as other_url, serve(service) as url:
-            for status in (301, 302, 303, 307, 308):
-                service.status = status
-                service.headers = {"Location": f"{other_url}/chat/completions"}
-                judge = Judge(url=url, model="m")
-                with pytest.raises(ValueError, match=re.escape(url)) as error:
-                    await judge(RewardInput("1"))
-                assert other_url in str(error.value)
-                await judge._endpoint.close()
-        assert not other_service.bodies
-
-    asyncio.run(run())
+    other_service, service = Service(judge_answer), Service(lambda _: "moved")
+    async with serve(other_service) as other_url, serve(service) as url:
+        for status in (301, 302, 303, 307, 308):
+            service.status = status
+            service.headers = {"Location": f"{other_url}/chat/completions"}
+            judge = Judge(url=url, model="m")
+            with pytest.raises(ValueError, match=re.escape(url)) as error:
+                await judge(RewardInput("1"))
+            assert other_url in str(error.value)
+            await judge._endpoint.close()
+    assert not other_service.bodies
 
 
 KEY = "sk-5c0ffee5"
 
 
 @pytest.mark.parametrize("status", [200, 302, 401, 503])
-def test_a_key_that_the_server_echoes_is_in_no_message(status, monkeypatch):
+async def test_a_key_that_the_server_echoes_is_in_no_message(status, monkeypatch):
     key = KEY
     monkeypatch.setenv("JUDGE_KEY", key)
-
-    async def run() -> None:
-        service = Service(lambda _: f"no such key: {key}")
-        service.status, service.headers = status, {"Location": f"/?key={key}"}
-        async with serve(service) as url:
-            judge = Judge(url=url, model="m", api_key_variable="JUDGE_KEY")
-            with pytest.raises((ValueError, RewardUnavailableError)) as error:
-                await judge(RewardInput("1"))
-            assert key not in str(error.value)
-            await judge._endpoint.close()
-        reply = Service(lambda _: {"choices": [{"message": {"content": f"{key} Score: 5"}}]})
-        async with serve(reply) as url:
-            judge = Judge(url=url, model="m", api_key_variable="JUDGE_KEY")
-            result = await judge(RewardInput("1"))
-            assert (result.value, key in result.reason) == (0.5, False)
-            await judge._endpoint.close()
-
-    asyncio.run(run())
+    service = Service(lambda _: f"no such key: {key}")
+    service.status, service.headers = status, {"Location": f"/?key={key}"}
+    async with serve(service) as url:
+        judge = Judge(url=url, model="m", api_key_variable="JUDGE_KEY")
+        with pytest.raises((ValueError, RewardUnavailableError)) as error:
+            await judge(RewardInput("1"))
+        assert key not in str(error.value)
+        await judge._endpoint.close()
+    reply = Service(lambda _: {"choices": [{"message": {"content": f"{key} Score: 5"}}]})
+    async with serve(reply) as url:
+        judge = Judge(url=url, model="m", api_key_variable="JUDGE_KEY")
+        result = await judge(RewardInput("1"))
+        assert (result.value, key in result.reason) == (0.5, False)
+        await judge._endpoint.close()
 
 
 @pytest.mark.parametrize(
@@ -337,41 +309,31 @@ def test_a_key_that_the_server_echoes_is_in_no_message(status, monkeypatch):
         ({"episode": "a"}, {"observation": {"messages": KEY}}),
     ],
 )
-def test_a_key_that_an_environments_server_echoes_is_in_no_message(reset, step, monkeypatch):
+async def test_a_key_that_an_environments_server_echoes_is_in_no_message(reset, step, monkeypatch):
     """The answers are valid JSON, but with fields or values that the protocol does not have."""
     monkeypatch.setenv("ENVIRONMENT_KEY", KEY)
+    service = Service(lambda body: reset if "problem" in body else step)
+    async with serve(service) as url:
+        environment = OverHttp(url, "ENVIRONMENT_KEY")
 
-    async def run() -> None:
-        service = Service(lambda body: reset if "problem" in body else step)
-        async with serve(service) as url:
-            environment = OverHttp(url, "ENVIRONMENT_KEY")
+        async def play() -> None:
+            await environment.reset(Problem(0, "1+1", "2", (1,)))
+            await environment.step(Turn("2", (1,)))
 
-            async def play() -> None:
-                await environment.reset(Problem(0, "1+1", "2", (1,)))
-                await environment.step(Turn("2", (1,)))
-
-            with pytest.raises((TypeError, ValueError)) as error:
-                await play()
-            await environment.close()
-        assert KEY not in "".join(traceback.format_exception(error.value))
-
-    asyncio.run(run())
+        with pytest.raises((TypeError, ValueError)) as error:
+            await play()
+        await environment.close()
+    assert KEY not in "".join(traceback.format_exception(error.value))
 
 
-def test_a_key_that_an_attached_engine_echoes_is_in_no_message():
-    async def run() -> None:
-        service = Service(lambda _: "no such keys: user-5c0ffee, admin-5c0ffee")
-        service.status = 401
-        async with (
-            serve(service) as url,
-            HttpClient(url, "user-5c0ffee", "admin-5c0ffee") as client,
-        ):
-            with pytest.raises(EngineRequestError) as error:
-                await client.request("POST", "/generate", b"{}")
-        assert "no such keys" in str(error.value)
-        assert "5c0ffee" not in str(error.value)
-
-    asyncio.run(run())
+async def test_a_key_that_an_attached_engine_echoes_is_in_no_message():
+    service = Service(lambda _: "no such keys: user-5c0ffee, admin-5c0ffee")
+    service.status = 401
+    async with serve(service) as url, HttpClient(url, "user-5c0ffee", "admin-5c0ffee") as client:
+        with pytest.raises(EngineRequestError) as error:
+            await client.request("POST", "/generate", b"{}")
+    assert "no such keys" in str(error.value)
+    assert "5c0ffee" not in str(error.value)
 
 
 def test_a_reward_models_tokenizer_is_there_before_the_first_call(tokenizer, tmp_path):
