@@ -270,7 +270,8 @@ def send(
     urls = [url]
     if other_url:
         urls.append(other_url)
-        for module in (engines, shared_memory):
+        modules: tuple[Any, ...] = (engines, shared_memory)
+        for module in modules:
             module.on_this_host = urls[int(os.environ["RANK"])].__eq__
     if failure is not None and int(os.environ["RANK"]) == failure[0]:
         os.environ[failpoints.VARIABLE] = failure[1]
@@ -328,8 +329,8 @@ def test_two_hosts_in_shared_memory(server: RunningServer, trained: Path) -> Non
         second.process.kill()
 
 
-class DyingBatches(list[list[Message]]):
-    def __iter__(self) -> Iterator[list[Message]]:
+class DyingBatches(list[Sequence[Message]]):
+    def __iter__(self) -> Iterator[Sequence[Message]]:
         yield self[0]
         time.sleep(1)
         os._exit(1)
