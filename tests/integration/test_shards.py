@@ -61,6 +61,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="module")
+def second(server: RunningServer) -> Iterator[RunningServer]:
+    """A server of one rank."""
+    second = serve(server.folder)
+    yield second
+    second.process.kill()
+
+
+@pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     return save_tiny_model(folder, vocab_size=500, tied=True, seed=1)
@@ -313,20 +321,27 @@ def test_two_trainer_ranks(
     assert_serves(server, trained, 10)
 
 
-def test_two_hosts_in_shared_memory(server: RunningServer, trained: Path) -> None:
-    """Each host has a server and half of the matrices. The ranks exchange the other halves."""
-    second = serve(server.folder)
-    try:
-        other_url = second.process.url.replace("127.0.0.1", "localhost")
-        where = (server.process.url, str(trained), str(server.folder), 11)
-        worker = "tests.integration.test_shards:send"
-        reports = run_ranks(worker, 2, *where, strategy="tensor", tensor=2, other_url=other_url)
-        kept = sum(s.weights().tensors.kept_bytes(torch.float32) for s in (server, second))
-        assert reports == [{"verified": True, "bytes": [kept, kept]}] * 2
-        for updated in (server, second):
-            assert_serves(updated, trained, 11)
-    finally:
-        second.process.kill()
+def send_to_two_hosts(
+    server: RunningServer, second: RunningServer, folder: Path, version: int, **options: Any
+) -> list[Any]:
+    """Send through shared memory. Each rank has half of the matrices, and is on the host of a server.
+
+    The second server's URL names this machine in another way, as if it were another host.
+    """
+    other_url = second.process.url.replace("127.0.0.1", "localhost")
+    where = (server.process.url, str(folder), str(server.folder), version)
+    options |= {"strategy": "tensor", "tensor": 2, "other_url": other_url}
+    return run_ranks("tests.integration.test_shards:send", 2, *where, **options)
+
+
+def test_two_hosts_in_shared_memory(
+    server: RunningServer, second: RunningServer, trained: Path
+) -> None:
+    reports = send_to_two_hosts(server, second, trained, 11)
+    kept = sum(s.weights().tensors.kept_bytes(torch.float32) for s in (server, second))
+    assert reports == [{"verified": True, "bytes": [kept, kept]}] * 2
+    for updated in (server, second):
+        assert_serves(updated, trained, 11)
 
 
 class DyingBatches(list[Sequence[Message]]):
@@ -423,6 +438,38 @@ def test_a_rank_that_dies_in_any_phase_leaves_the_engines_free(
     assert server.version() in served
     patience = own_patience(TIMEOUT_S / 2)
     assert_takes_update(server, trained, 44, patience)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "plan"),
+    [
+        (0, "update/transfer,kill,2"),
+        (1, "update/transfer,kill,2"),
+        (1, "update/begin,kill,2"),
+        (1, "update/arrive,kill,1"),
+        (0, "update/gather,error,3"),
+        (1, "update/transfer,error,2"),
+    ],
+)
+def test_a_rank_that_fails_on_one_host_leaves_the_engines_of_both_free(
+    server: RunningServer, second: RunningServer, trained: Path, rank: int, plan: str
+) -> None:
+    send_to_two_hosts(server, second, server.folder, 52)
+    with pytest.raises(RankFailedError) as failure:
+        send_to_two_hosts(server, second, trained, 53, failure=(rank, plan))
+    if "error" in plan:
+        # The other rank does not wait for this one.
+        assert str(failure.value).count("WeightUpdateError: weight update to version 53") == 2
+    for failed in (server, second):
+        assert failed.version() in (
+            {"52", "unverified-53"} if "begin" in plan else {"unverified-53"}
+        )
+    patience = own_patience(TIMEOUT_S / 2)
+    send_to_two_hosts(server, second, trained, 54)
+    assert not patience.is_exhausted()
+    for updated in (server, second):
+        assert_serves(updated, trained, 54)
 
 
 @pytest.mark.slow
