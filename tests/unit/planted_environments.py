@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.environments import Step, Turn
+from megatron_dppo.environments import ChatCall, Step, Turn
 from megatron_dppo.system.secret_variables import program_environment
 
 
@@ -104,13 +104,21 @@ class Answering(Counting):
         self.first, self.answer = first, step
 
     async def reset(self, problem: Problem) -> Any:
-        return eval(self.first)
+        return eval(self.first, _NAMES)
 
     async def step(self, turn: Turn) -> Any:
-        return eval(self.answer)
+        return eval(self.answer, _NAMES)
 
 
 SAID = [{"role": "user", "content": "8"}]
+_NAMES = {
+    "ChatCall": ChatCall,
+    "FurtherStep": FurtherStep,
+    "SAID": SAID,
+    "Step": Step,
+    "UncheckedStep": UncheckedStep,
+}
+"""The names in expressions of Answering."""
 
 
 class EchoingText(Counting):
