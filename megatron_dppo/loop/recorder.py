@@ -282,7 +282,7 @@ class Recorder(MetricsRecorder):
         self._console.print_step(step, accuracies)
 
     def _last_final_step(self, step: int, last: records.Record | None) -> int:
-        """As in MetricsRecorder: a later start may add an evaluation to the last record if the record has none."""
+        """Return the step before the last record if it has no evaluation: a later start may add one to it."""
         if last is not None and self._evaluates and records.mean_accuracy(last) is None:
             return min(step, records.step_of(last) - 1)
         return step

@@ -224,7 +224,7 @@ class ShardPlan:
 
     @property
     def step_bytes(self) -> list[int]:
-        """For each step, the size of the largest message that a rank receives over the network."""
+        """The sizes of the steps' largest messages that enter a host, in the order of the steps."""
         largest = Counter[int]()
         for message, hop in self.hops:
             if not hop.is_local:

@@ -39,7 +39,7 @@ class TensorStrategy(ShardStrategy):
         super().__init__(source, config)
         self.calls_engines = True
         self._requests: dict[str, Future[None]] = {}
-        self._ranks = 1
+        self._trainer_ranks = 1
         self._relays: Relays | None = None
         self._rounds: list[Round] = []
         self._round = 0
@@ -65,7 +65,7 @@ class TensorStrategy(ShardStrategy):
             if on_this_host(url):
                 own_hosts.add(number)
         hosts = source.all_gather(sorted(own_hosts))
-        self._ranks = len(hosts)
+        self._trainer_ranks = len(hosts)
         relays = Relays(self.shards.plan, hosts)
         for number in relays.unreached_hosts:
             url = self.servers.urls[numbers.index(number)]
@@ -110,7 +110,7 @@ class TensorStrategy(ShardStrategy):
             address=address,
             device=self.servers.device,
             timeout_s=self.config.timeout_s,
-            members=self._ranks,
+            members=self._trainer_ranks,
             rank=self.rank,
             port=port,
             name=name,
@@ -169,8 +169,9 @@ class TensorStrategy(ShardStrategy):
 
     def _relayed(self, batch: Sequence[Sent]) -> list[Sent]:
         """Exchange a round's messages with other hosts. Returns those that this rank relays."""
-        if self._relays is None or self._link is None:
+        if self._relays is None:
             return []
+        assert self._link is not None
         current = self._rounds[self._round]
         self._round += 1
         data_of = {sent.message.key: sent.data for sent in batch}

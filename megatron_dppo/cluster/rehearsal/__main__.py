@@ -242,14 +242,7 @@ class Rehearsal:
             )
             self._refuse_absent(turns)
         with self.phases.phase("make a tiny model and the rehearsal's configuration"):
-            inputs = RehearsalInputs(
-                directory=self.run_directory,
-                model=model,
-                train=turns.train,
-                evaluation=turns.evaluation,
-                longest_prompt=turns.longest,
-                has_own_tokenizer=tokenizer_source is not None,
-            )
+            inputs = self._files(model, turns, has_own_tokenizer=tokenizer_source is not None)
             self._make_model(config, parallel, known_model, inputs, turns.longest)
             rehearsal_config = supervised.shrink(config, parallel, inputs)
             check_supervised_config(rehearsal_config, str(self.recipe))
@@ -430,19 +423,27 @@ class Rehearsal:
         folder = self.directory / "check" / Path(teacher.hf_checkpoint).name
         return _write_folder(folder, known_model, tokenizer_source)
 
-    def _inputs(
-        self, config: TrainConfig, model: Path, problems: Problems, *, has_own_tokenizer: bool
+    def _files(
+        self, model: Path, problems: Problems, *, has_own_tokenizer: bool
     ) -> RehearsalInputs:
-        servers = config.engine.servers_to_start
-        if self.options.on_nodes is None:
-            servers = max(1, self.options.servers)
-        inputs = RehearsalInputs(
+        """Return the inputs of a rehearsal on this machine's CPUs that replaces only files."""
+        return RehearsalInputs(
             directory=self.run_directory,
             model=model,
             train=problems.train,
             evaluation=problems.evaluation,
             longest_prompt=problems.longest,
             has_own_tokenizer=has_own_tokenizer,
+        )
+
+    def _inputs(
+        self, config: TrainConfig, model: Path, problems: Problems, *, has_own_tokenizer: bool
+    ) -> RehearsalInputs:
+        servers = config.engine.servers_to_start
+        if self.options.on_nodes is None:
+            servers = max(1, self.options.servers)
+        inputs = replace(
+            self._files(model, problems, has_own_tokenizer=has_own_tokenizer),
             servers=servers,
             node_device=self.options.on_nodes,
             unreachable=_unreachable(absent_services(config)),

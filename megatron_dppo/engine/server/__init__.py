@@ -1,4 +1,4 @@
-"""What runs in a server's processes: changes to SGLang, each a module with its hooks.
+"""The modules here run in a server's processes. Each changes SGLang by its hooks.
 
 A module also has what a client must know of its change: names of requests, and the form of answers.
 """
