@@ -10,6 +10,7 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -38,6 +39,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=range(DAYS),
         help=f"of the slow tests, only the share of this day; {DAYS} days have all of them",
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment_of_a_module() -> Iterator[None]:
+    """Restore the environment variables after a file's last test.
+
+    A trainer in the test's own process sets variables for libraries, such as gloo's interface. Without this fixture the
+    runs that later files of this process start would get them.
+    """
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their markers

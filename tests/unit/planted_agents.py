@@ -31,7 +31,7 @@ def first_messages(problem: Any) -> list[Any]:
 
 
 def client_of(session: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60)
+    return AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=600)
 
 
 async def asking_twice(problem: Any, session: Any) -> float:

@@ -48,3 +48,15 @@ def test_seven_days_run_every_slow_test_once(project):
     days = [collected(project, "-m", "slow", "--slow-day", str(day)) for day in range(DAYS)]
     assert sorted(name for day in days for name in day) == sorted(f"test_s[{n}]" for n in range(50))
     assert all(days)
+
+
+def test_a_file_leaves_the_environment_variables_as_they_were(project):
+    """Otherwise a run that another file starts would get the variables of a trainer in the test process."""
+    folder = project / "tests" / "variables"
+    folder.mkdir()
+    (folder / "test_1.py").write_text("import os\ndef test_sets(): os.environ['PLANTED'] = '1'\n")
+    (folder / "test_2.py").write_text(
+        "import os\ndef test_sees(): assert 'PLANTED' not in os.environ\n"
+    )
+    completed = run_patiently([sys.executable, "-m", "pytest", "tests/variables"], cwd=project)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
