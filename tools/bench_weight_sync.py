@@ -36,7 +36,7 @@ from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import hf_tensors
-from megatron_dppo.spec import RunSpec, read_shape
+from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
 from megatron_dppo.trainer.trainer import Trainer
@@ -96,7 +96,7 @@ def start_server(config: TrainConfig, log: Path) -> EngineProcess:
 
 def opener(config: TrainConfig) -> OpenEngine:
     """Return the function that opens the weight control of the server at a URL."""
-    shape = read_shape(config)
+    shape = config.model.read_shape()
 
     async def open_engine(url: str) -> EngineWeights:
         client = HttpClient(url, admin_api_key=ADMIN_KEY)

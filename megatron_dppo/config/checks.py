@@ -525,7 +525,7 @@ def _checked_model(
     """
     model = None
     try:
-        model = layout.read_checkpoint_folder(section.hf_checkpoint, weights=weights)
+        model = layout.read_checkpoint_folder(section, weights=weights)
     except ConfigError as error:
         faults += error.faults
     if model is not None:

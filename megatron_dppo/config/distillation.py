@@ -151,7 +151,7 @@ def teacher_model_faults(
         key = key_of(name)
         has_weights = weights and teacher.servers_to_start > 0
         try:
-            shape = layout.read_checkpoint_folder(teacher.hf_checkpoint, weights=has_weights)
+            shape = layout.read_checkpoint_folder(teacher, weights=has_weights)
         except ConfigError as error:
             for fault in error.faults:
                 yield f"{key}.{fault.removeprefix('model.')}"

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import CheckpointSection, TrainConfig
 from megatron_dppo.model.errors import CheckpointError, ModelConfigError, UnsupportedModelError
-from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import (
     Layout,
     LayoutSizes,
@@ -27,19 +26,19 @@ _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "m
 """Sets of files: a tokenizer has all files of one set."""
 
 
-def read_checkpoint_folder(folder: str | Path, *, weights: bool = True) -> ModelShape:
-    """Return the shape of the model in ``folder``.
+def read_checkpoint_folder(section: CheckpointSection, *, weights: bool = True) -> ModelShape:
+    """Return the shape of the model in the folder of ``section``.
 
     The folder must have a tokenizer and, if ``weights`` is true, weights. An index of the weights must be valid also if
     ``weights`` is false. Raises ConfigError with every missing file and every wrong entry of config.json.
     """
-    folder = Path(folder)
+    folder = Path(section.hf_checkpoint)
     if not folder.is_dir():
         raise ConfigError([f"{_KEY}: got {str(folder)!r}, which is not a folder"])
     shape: ModelShape | None = None
     faults: list[str] = []
     try:
-        shape = load_model_shape(folder)
+        shape = section.read_shape()
     except UnsupportedModelError as error:
         faults += error.faults
     except ModelConfigError as error:

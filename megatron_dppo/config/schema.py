@@ -13,8 +13,9 @@ from pydantic import AllowInfNan, Field, model_validator
 
 from megatron_dppo.algorithms import table
 from megatron_dppo.config.data_schema import DataConfig, EnvironmentConfig, RewardConfig, Section
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import LayoutSizes
-from megatron_dppo.model.shape import TrainerPart
+from megatron_dppo.model.shape import ModelShape, TrainerPart
 from megatron_dppo.system.scratch import SHARED_MEMORY
 
 SLOWEST_TOKENS_PER_S = 10.0
@@ -52,7 +53,17 @@ class RunConfig(Section):
     """
 
 
-class ModelConfig(Section):
+class CheckpointSection(Section):
+    """Base of the sections that name the folder of a model."""
+
+    hf_checkpoint: str
+
+    def read_shape(self) -> ModelShape:
+        """Return the shape of the model in ``hf_checkpoint``. Raises the errors of ``load_model_shape``."""
+        return load_model_shape(self.hf_checkpoint)
+
+
+class ModelConfig(CheckpointSection):
     """The policy."""
 
     hf_checkpoint: str
@@ -250,7 +261,7 @@ class AlgorithmConfig(Section):
         return table.algorithm_facts(self.name, self.options, self.settings)
 
 
-class TeacherConfig(Section):
+class TeacherConfig(CheckpointSection):
     """A model that scores the tokens that the policy sampled, on SGLang servers."""
 
     hf_checkpoint: str

@@ -43,7 +43,7 @@ from megatron_dppo.model.families import family_of, unknown_key_warnings
 from megatron_dppo.model.hf_config import check_transformers_config
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.rewards import find_reward
-from megatron_dppo.spec import ModelSpec, Roles, read_shape
+from megatron_dppo.spec import ModelSpec, Roles
 from megatron_dppo.system.fork_server import run_forked
 from megatron_dppo.system.gpus import has_megatrons_deep_ep, has_visible_gpu
 from megatron_dppo.system.secret_variables import split_environment
@@ -148,7 +148,7 @@ def checkpoint_faults(config: PolicyConfig) -> Iterator[str]:
 
     checkpoint = config.model.hf_checkpoint
     try:
-        shape = read_shape(config)
+        shape = config.model.read_shape()
     except ModelError:
         return
     try:

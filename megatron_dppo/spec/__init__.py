@@ -4,7 +4,7 @@
 reads. A value that the configuration has as a plain field is read there.
 """
 
-from megatron_dppo.spec.model import ModelSpec, read_shape
+from megatron_dppo.spec.model import ModelSpec
 from megatron_dppo.spec.placement import Roles
 from megatron_dppo.spec.rollout import RolloutSpec
 from megatron_dppo.spec.run import RunSpec
@@ -20,5 +20,4 @@ __all__ = [
     "ServersSpec",
     "TeacherSpec",
     "TrainerSpec",
-    "read_shape",
 ]

@@ -9,13 +9,8 @@ from typing import Any
 from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 from megatron_dppo.model.adapters import Adapters
-from megatron_dppo.model.families import Family, family_of, load_model_shape, missing_engine_keys
+from megatron_dppo.model.families import Family, family_of, missing_engine_keys
 from megatron_dppo.model.shape import ModelShape
-
-
-def read_shape(config: PolicyConfig) -> ModelShape:
-    """Return the shape of the model in ``model.hf_checkpoint``. Raises the errors of ``load_model_shape``."""
-    return load_model_shape(config.model.hf_checkpoint)
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class ModelSpec:
     @classmethod
     def read(cls, config: PolicyConfig) -> ModelSpec:
         """Return the model in ``model.hf_checkpoint``. Raises the errors of ``load_model_shape``."""
-        return cls.of_folder(config, read_shape(config))
+        return cls.of_folder(config, config.model.read_shape())
 
     @classmethod
     def of_folder(cls, config: PolicyConfig, shape: ModelShape) -> ModelSpec:

@@ -56,7 +56,10 @@ class RunSpec:
     @classmethod
     def _of(cls, config: TrainConfig, model: ModelSpec) -> RunSpec:
         spec = cls.of_model(config, model)
-        teachers = [TeacherSpec.of(config, n) for n in config.distillation.teachers]
+        teachers = [
+            TeacherSpec.of(config, name, teacher.read_shape())
+            for name, teacher in config.distillation.teachers.items()
+        ]
         return replace(spec, teachers=tuple(teachers))
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -10,13 +9,10 @@ from typing import Self
 from megatron_dppo.config.distillation import longest_sequence, serving_config
 from megatron_dppo.config.machine import Device
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.model.families import load_model_shape, missing_engine_keys
+from megatron_dppo.model.families import missing_engine_keys
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.spec.model import ModelSpec
 from megatron_dppo.spec.servers import ServersSpec
-
-ShapeOf = Callable[[str | Path], ModelShape]
-"""Function that returns the shape of the model in a folder."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +31,14 @@ class TeacherSpec:
 
     @classmethod
     def of(
-        cls,
-        config: TrainConfig,
-        name: str,
-        device: Device | None = None,
-        shape_of: ShapeOf = load_model_shape,
+        cls, config: TrainConfig, name: str, shape: ModelShape, device: Device | None = None
     ) -> Self:
-        """Return a teacher of a checked configuration. Raises the errors of ``shape_of``, and LayoutError.
+        """Return the teacher ``name``, of the given shape, in a checked configuration. Raises LayoutError.
 
         ``device``: as in ``ServersSpec.of``.
         """
         teacher = config.distillation.teachers[name]
         folder = teacher.hf_checkpoint
-        shape = shape_of(folder)
         serving = serving_config(config, name, shape)
         engine_keys = missing_engine_keys(folder) if Path(folder).exists() else {}
         model = ModelSpec.of(serving, shape, engine_keys)

@@ -28,7 +28,7 @@ from megatron_dppo.model.adapters import CHILD
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import check_layout, raise_faults
 from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
-from megatron_dppo.spec import TrainerSpec, read_shape
+from megatron_dppo.spec import TrainerSpec
 from megatron_dppo.system.files import sha256_of
 from megatron_dppo.trainer import hf_export, hf_loading, megatron_config, model, platform, step
 from megatron_dppo.trainer.collectives import agree, all_gather_json
@@ -145,7 +145,7 @@ class Trainer:
         """
         self.config = config
         self.stats_spec = stats_spec or step.StatsSpec()
-        self.shape = read_shape(config)
+        self.shape = config.model.read_shape()
         sizes = config.parallel.sizes
         check_layout(sizes, self.shape, "parallel.")
         raise_faults(platform.current().layout_faults(sizes, self.shape), "parallel.")

@@ -471,8 +471,8 @@ def facts_of(
     """
     spec = RunSpec.of_model(config, ModelSpec.of(config, shape, {}), "cuda")
     teachers = [
-        TeacherSpec.of(config, name, "cuda", shape_of=_shape_of_teacher)
-        for name in config.distillation.teachers
+        TeacherSpec.of(config, name, _shape_of_teacher(teacher.hf_checkpoint), "cuda")
+        for name, teacher in config.distillation.teachers.items()
     ]
     spec = replace(spec, teachers=tuple(teachers))
     prompt, response = spec.rollout.longest_prompt, spec.rollout.longest_response
@@ -500,10 +500,10 @@ def facts_of(
 
 
 @cache
-def _shape_of_teacher(folder: str | Path) -> ModelShape:
+def _shape_of_teacher(folder: str) -> ModelShape:
     """Return the model of a teacher's folder, or the known model of its name."""
     try:
-        return read_model(str(folder)).shape
+        return read_model(folder).shape
     except ModelError as error:
         reason = str(error).removeprefix("model.hf_checkpoint: ")
         raise ConfigError([f"distillation.teachers: {reason}"]) from error

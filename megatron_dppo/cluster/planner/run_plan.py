@@ -27,7 +27,7 @@ from megatron_dppo.launch.start_checks import StartCheck
 from megatron_dppo.model.engine_layout import check_engine_layout
 from megatron_dppo.model.errors import LayoutError, ModelError
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.spec import ServersSpec, read_shape
+from megatron_dppo.spec import ServersSpec
 from megatron_dppo.system.gpus import gpu_models
 
 
@@ -324,7 +324,7 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     """
     gpu = machine.gpus > 0
     try:
-        facts = facts_of(config, read_shape(config), gpu=gpu)
+        facts = facts_of(config, config.model.read_shape(), gpu=gpu)
     except (ConfigError, ModelError):
         # The checks of the configuration report files that cannot be read.
         return StartCheck(summary="memory: unknown")

@@ -29,7 +29,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.machine_checks import least_open_files
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.mapping import parameter_count
-from megatron_dppo.spec import Roles, read_shape
+from megatron_dppo.spec import Roles
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 from megatron_dppo.system.scratch import SHARED_MEMORY
@@ -106,7 +106,7 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
 def _model_bytes(config: TrainConfig) -> tuple[int, int, int]:
     """Return the bytes of the model's weights, of a weight update, and of a checkpoint."""
     try:
-        facts = facts_of(config, read_shape(config))
+        facts = facts_of(config, config.model.read_shape())
     except (ConfigError, ModelError):
         # A model that can't be read is no node's fault. The check of the configuration refuses such a model.
         return 0, 0, 0

@@ -29,7 +29,6 @@ from megatron_dppo.diagnostics.gpu_check.runs import (
 )
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import Record
-from megatron_dppo.spec import read_shape
 
 CONFIG = EXAMPLES / "model_configs" / "qwen3-30b-a3b" / "config.json"
 _SMALL_MODEL = {
@@ -198,7 +197,7 @@ def planned(
     config: TrainConfig, device: Device, gpus: int, mean_response: float | None = None
 ) -> RunPlan:
     """Return the plan of a run on a node of ``gpus`` GPUs. ``mean_response``: tokens; None: of the longest response."""
-    shape = read_shape(config)
+    shape = config.model.read_shape()
     response = mean_response or config.rollout.max_response_tokens
     return plan_run(facts_of(config, shape, mean_response=response), Cluster(device, 1, gpus))
 

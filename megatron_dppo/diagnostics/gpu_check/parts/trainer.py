@@ -37,7 +37,6 @@ from megatron_dppo.diagnostics.gpu_check import (
 )
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import BACKWARD_PRODUCTS, forward_flops
-from megatron_dppo.spec import read_shape
 from megatron_dppo.system.ports import free_port
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ def _run_pass(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: boo
     if torch_layers:
         megatron_options |= _NO_FUSION
     config = policy_config(folder, dtype, megatron=megatron_options)
-    shape = read_shape(config)
+    shape = config.model.read_shape()
     init_distributed(1)
     init_topology(layout)
     platform.seed_everything(0)
@@ -213,7 +212,7 @@ def full_layer(bench: Bench) -> Iterator[CheckRow]:
 
     checkpoint = random_model(bench.folder / "checkpoint", config)
     policy = policy_config(checkpoint, "bfloat16", training={"micro_batch_tokens": sum(lengths)})
-    shape = read_shape(policy)
+    shape = policy.model.read_shape()
     facts = trainer_facts(policy, shape, 1, max(lengths), gpu=bench.gpus > 0)
     # The planner knows Transformer Engine's layers on GPUs and torch's layers on CPUs.
     is_planned = bench.gpus == 0 or platform.has_transformer_engine()
