@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_dppo.engine.weights import DecodedScores, EngineWeights
+from megatron_dppo.weights.engine_weights import DecodedScores, EngineWeights
 
 
 class ConstantScores(EngineWeights):

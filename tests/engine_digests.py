@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
-from megatron_dppo.weight_sync.verification import compare_checksums
+from megatron_dppo.weights.checksums import EngineTensors, ExpectedChecksums
+from megatron_dppo.weights.verification import compare_checksums
 
 
 def random_weights(

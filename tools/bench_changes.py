@@ -18,7 +18,7 @@ import time
 
 import torch
 
-from megatron_dppo.engine.changes import find_changes
+from megatron_dppo.weights.changes import find_changes
 
 LEARNING_RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
 SCALE = 0.02

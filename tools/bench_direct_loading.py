@@ -32,8 +32,8 @@ from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.spec import RunSpec, ServersSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
-from megatron_dppo.weight_sync.strategies import STRATEGIES
-from megatron_dppo.weight_sync.transaction import WeightUpdater
+from megatron_dppo.weights.strategies import STRATEGIES
+from megatron_dppo.weights.transaction import WeightUpdater
 from tests.tiny_models import save_tiny_model
 
 SIZES: dict[str, Any] = {

@@ -33,7 +33,6 @@ from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.process import EngineProcess
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.spec import RunSpec
@@ -41,11 +40,12 @@ from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
-from megatron_dppo.weight_sync.adapters import AdapterUpdater
-from megatron_dppo.weight_sync.engines import OpenEngine
-from megatron_dppo.weight_sync.one_rank import OneRankWeights
-from megatron_dppo.weight_sync.strategies import STRATEGIES
-from megatron_dppo.weight_sync.transaction import UpdateReport, WeightUpdater
+from megatron_dppo.weights.adapters import AdapterUpdater
+from megatron_dppo.weights.engine_weights import EngineWeights
+from megatron_dppo.weights.engines import OpenEngine
+from megatron_dppo.weights.one_rank import OneRankWeights
+from megatron_dppo.weights.strategies import STRATEGIES
+from megatron_dppo.weights.transaction import UpdateReport, WeightUpdater
 
 ADMIN_KEY = "bench"
 TIMEOUT_S = 600.0

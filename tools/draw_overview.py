@@ -89,7 +89,7 @@ STEP = {
     "forward": Box(10.4, 1.0, "Megatron-Core", "logits, TP x PP x EP x DP", "trainer/", TRAINER),
     "statistics": Box(8.0, 1.0, "policy statistics", "log pi, one all-reduce", "vocab_parallel/", TRAINER),
     "loss": Box(5.6, 1.0, "divergence, mask, loss", "D(mu, pi) > delta blocks", "algorithms/", TRAINER),
-    "update": Box(3.2, 1.0, "weight update", "sent, compared, committed", "weight_sync/", SYNC),
+    "update": Box(3.2, 1.0, "weight update", "sent, compared, committed", "weights/", SYNC),
 }  # fmt: skip
 RIGHT, LEFT = ((1.0, 0.0), (-1.0, 0.0)), ((-1.0, 0.0), (1.0, 0.0))
 STEP_ARROWS = (

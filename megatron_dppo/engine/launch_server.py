@@ -27,21 +27,8 @@ from multiprocessing import process, shared_memory
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.engine.options import HOSTS_VARIABLE
-from megatron_dppo.engine.server import (
-    continuation,
-    direct_loading,
-    flushing,
-    held_tensors,
-    ngram_drafts,
-    raw_checksums,
-    recordings,
-    server_state,
-    server_tokenizer,
-    tied_output,
-    weight_groups,
-)
-from megatron_dppo.engine.server.adapter_digests import VARIABLE, register_digests
+from megatron_dppo.engine.options import DIGESTS_VARIABLE, HOSTS_VARIABLE
+from megatron_dppo.engine.server import recordings
 from megatron_dppo.system import interfaces, network, ports, processes, scratch, secret_variables
 from megatron_dppo.system.gpus import has_visible_gpu
 from megatron_dppo.system.toolkit import (
@@ -50,6 +37,23 @@ from megatron_dppo.system.toolkit import (
     offer_toolkit,
     tool_path,
 )
+
+CHANGES = (
+    "megatron_dppo.engine.server.recordings",
+    "megatron_dppo.engine.server.continuation",
+    "megatron_dppo.weights.server.weight_groups",
+    "megatron_dppo.weights.server.server_state",
+    "megatron_dppo.weights.server.raw_checksums",
+    "megatron_dppo.weights.server.held_tensors",
+    "megatron_dppo.weights.server.tied_output",
+    "megatron_dppo.weights.server.direct_loading",
+    "megatron_dppo.engine.server.flushing",
+    "megatron_dppo.engine.server.ngram_drafts",
+    "megatron_dppo.engine.server.server_tokenizer",
+    "megatron_dppo.weights.server.adapter_digests",
+)
+"""Modules whose ``register`` changes SGLang in each of the server's processes, in the order of their hooks. The modules
+of ``weights`` are above this package, so all modules are imported by name."""
 
 _NAME_VARIABLE = "MEGATRON_DPPO_PRIVATE_NAME"
 _PRIVATE_UMASK = 0o077
@@ -187,19 +191,8 @@ def _change_sglang() -> None:
     redact_server_args()
     keep_snapshots_private()
     bind_stores()
-    recordings.register()
-    continuation.register()
-    weight_groups.register()
-    server_state.register()
-    raw_checksums.register()
-    held_tensors.register()
-    tied_output.register()
-    direct_loading.register()
-    flushing.register()
-    ngram_drafts.register()
-    server_tokenizer.register()
-    if VARIABLE in os.environ:
-        register_digests()
+    for name in CHANGES:
+        importlib.import_module(name).register()
 
 
 def watch_supervisor(kill: Callable[..., None]) -> None:
@@ -264,7 +257,7 @@ def _run(keys: dict[str, Any], folders: list[Path]) -> None:
         setattr(server_args, name, keys[name])
     listen_on_interface_of(server_args.host, several=bool(flags))
     if server_args.enable_lora:
-        os.environ[VARIABLE] = "1"
+        os.environ[DIGESTS_VARIABLE] = "1"
     _change_sglang()
     recordings.offer(folders)
     port = hold_own_port(server_args.host, server_args.port)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.schema import EngineConfig
-from megatron_dppo.engine.server.direct_loading import ATOMIC_VARIABLE
 from megatron_dppo.spec import ServersSpec
 from megatron_dppo.system.network import url_host
 from megatron_dppo.system.ports import free_port
@@ -24,6 +23,10 @@ FIRST_WEIGHT_VERSION = 0
 
 ADAPTER_DIGESTS = "sha256"
 """Key in a response's ``loaded_adapters``. Its value is the digests of the adapters, as JSON."""
+DIGESTS_VARIABLE = "MEGATRON_DPPO_ADAPTER_DIGESTS"
+"""Variable that is set in the processes of a server with LoRA."""
+ATOMIC_VARIABLE = "MEGATRON_DPPO_ATOMIC_UPDATES"
+"""Variable of a server that keeps whole messages until the end of an update."""
 REPLICAS_PORT_DISTANCES = (13, *range(233, 240))
 """A server with attention replicas also listens on its port plus each of these numbers (SGLang 0.5.23). It ends if one
 of the ports is taken."""

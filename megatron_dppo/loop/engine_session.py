@@ -19,9 +19,6 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.process import last_exception_of
-from megatron_dppo.engine.server import held_tensors
-from megatron_dppo.engine.server.server_state import MemoryTag
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import RecordClient
 from megatron_dppo.fleet.generation import Generation, GenerationEnd, GenerationJob, OnResponse
@@ -40,9 +37,12 @@ from megatron_dppo.system.lease import FencedError, start_of_ranks
 from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
-from megatron_dppo.weight_sync.adapters import AdapterUpdater
-from megatron_dppo.weight_sync.engines import ENGINE_FAULTS
-from megatron_dppo.weight_sync.transaction import (
+from megatron_dppo.weights.adapters import AdapterUpdater
+from megatron_dppo.weights.engine_weights import EngineWeights
+from megatron_dppo.weights.engines import ENGINE_FAULTS
+from megatron_dppo.weights.server import held_tensors
+from megatron_dppo.weights.server.server_state import MemoryTag
+from megatron_dppo.weights.transaction import (
     UpdateReport,
     WeightUpdateError,
     WeightUpdater,

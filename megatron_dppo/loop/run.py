@@ -10,7 +10,6 @@ from typing import Any
 from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.seal import Seal
-from megatron_dppo.engine.server import held_tensors
 from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.logging import note_failure
@@ -54,6 +53,7 @@ from megatron_dppo.trainer.run_export import (
 )
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
+from megatron_dppo.weights.server import held_tensors
 
 log = logging.getLogger(__name__)
 

@@ -13,16 +13,16 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.running_server import check_engine
-from megatron_dppo.engine.server.server_state import MemoryTag
-from megatron_dppo.engine.weights import TAGS, EngineWeights, Occupation
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import ENDPOINT_VARIABLE, RecordClient
 from megatron_dppo.fleet.record import STARTED_KEYS_VARIABLE, Keys
 from megatron_dppo.spec import ModelSpec, RunSpec, ServersSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.lease import start_of_ranks
-from megatron_dppo.weight_sync.engines import interrupt_and_release
-from megatron_dppo.weight_sync.reach import check_reach
+from megatron_dppo.weights.engine_weights import TAGS, EngineWeights, Occupation
+from megatron_dppo.weights.engines import interrupt_and_release
+from megatron_dppo.weights.reach import check_reach
+from megatron_dppo.weights.server.server_state import MemoryTag
 
 log = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_dppo.engine.server.server_state import MemoryTag
 from megatron_dppo.fleet.endpoint import RecordClient
 from megatron_dppo.model.shape import TrainerPart
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.trainer import Trainer
+from megatron_dppo.weights.server.server_state import MemoryTag
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.checksums import ExpectedChecksums
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.weight_sync import engines as engines_module
-from megatron_dppo.weight_sync import shared_memory
-from megatron_dppo.weight_sync.engines import Engines
-from megatron_dppo.weight_sync.phases import Phases
-from megatron_dppo.weight_sync.shared_memory import TensorStrategy
+from megatron_dppo.weights import engines as engines_module
+from megatron_dppo.weights import shared_memory
+from megatron_dppo.weights.checksums import ExpectedChecksums
+from megatron_dppo.weights.engines import Engines
+from megatron_dppo.weights.phases import Phases
+from megatron_dppo.weights.shared_memory import TensorStrategy
 from tests.distributed.test_shards import trainer_values
 from tests.ranks import run_ranks
 from tests.unit.weight_doubles import SHAPE, TABLE, WEIGHTS, Engine, runner

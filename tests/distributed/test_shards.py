@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.block_fp8 import encode
-from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
-from megatron_dppo.engine.links import Link, connect_store
-from megatron_dppo.engine.server.direct_loading import TensorPlaces
-from megatron_dppo.engine.server.weight_groups import new_name
-from megatron_dppo.engine.shards import INSTRUCTION, IncomingShards, Instruction, PlanFacts
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters, own_dtypes
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
-from megatron_dppo.weight_sync.shards import Shards
+from megatron_dppo.weights.checksums import EngineTensors, ExpectedChecksums
+from megatron_dppo.weights.links import Link, connect_store
+from megatron_dppo.weights.server.direct_loading import TensorPlaces
+from megatron_dppo.weights.server.shards import INSTRUCTION, IncomingShards, Instruction, PlanFacts
+from megatron_dppo.weights.server.weight_groups import new_name
+from megatron_dppo.weights.shards import Shards
 from tests.ranks import run_ranks
 from tests.unit.test_direct_loading import held
 

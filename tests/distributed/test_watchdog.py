@@ -74,7 +74,7 @@ def test_a_look_imports_nothing_beside_the_main_thread() -> None:
 def aborted_update_worker() -> list[list[str]]:
     """Return the operations that the watchdog counts while an engine that joined a weight update hangs, and after the
     update is aborted. torch keeps the broadcast in its recorder for half a minute more."""
-    from megatron_dppo.weight_sync.weight_group import WeightGroup
+    from megatron_dppo.weights.weight_group import WeightGroup
 
     init_distributed(1)
     group = WeightGroup(ranks=1, address="127.0.0.1", device="cpu", timeout_s=1.0)

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, gather
-from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.gather_plan import elements_held, gather_plan, hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.weights.checksums import EngineTensors, ExpectedChecksums
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -15,10 +15,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_dppo.weight_sync import verification
-from megatron_dppo.weight_sync.distributed import DistributedStrategy
-from megatron_dppo.weight_sync.engines import Engines
-from megatron_dppo.weight_sync.transaction import WeightUpdater
+from megatron_dppo.weights import verification
+from megatron_dppo.weights.distributed import DistributedStrategy
+from megatron_dppo.weights.engines import Engines
+from megatron_dppo.weights.transaction import WeightUpdater
 from tests.integration import weight_server
 from tests.integration.weight_server import Source, engine_weights, read, updater
 

@@ -18,14 +18,14 @@ from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.client import EngineClient, HttpClient
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
 from megatron_dppo.engine.running_server import check_engine
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.record import Server
 from megatron_dppo.model.families import load_model_shape, missing_engine_keys
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
 from megatron_dppo.system.processes import kill_families, start_process
-from megatron_dppo.weight_sync.reach import check_reach
+from megatron_dppo.weights.engine_weights import EngineWeights
+from megatron_dppo.weights.reach import check_reach
 from tests.integration.kept_fleet import config_of, proceed, stop_detokenizer, stop_scheduler
 from tests.patience import Patience, family_of, own_patience
 from tests.tiny_models import save_tiny_model

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
-from megatron_dppo.engine.server.server_state import state_of
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.weight_sync.transaction import WeightUpdateError
+from megatron_dppo.weights.server.server_state import state_of
+from megatron_dppo.weights.transaction import WeightUpdateError
 from tests.integration.test_weight_sync import interrupt_update, nudge
 from tests.integration.weight_server import (
     PROMPT,

@@ -54,7 +54,6 @@ from megatron_dppo.engine.protocol import (
 from megatron_dppo.engine.running_server import check_engine
 from megatron_dppo.engine.server import recordings
 from megatron_dppo.engine.server.continuation import Continuation
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, Results, generate_many
 from megatron_dppo.fleet.membership import Member
@@ -64,6 +63,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.ports import free_port
 from megatron_dppo.system.scratch import SHARED_MEMORY
+from megatron_dppo.weights.engine_weights import EngineWeights
 from tests.integration.shared_launcher import server_of
 from tests.integration.weight_server import router_choices
 from tests.patience import UNBOUNDED_S, Patience, family_of, wait_healthy

@@ -18,16 +18,16 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.block_fp8 import dequantize, quantize, round_activations
 from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
 from megatron_dppo.diagnostics.doctor.engine_tensors import RankTensors, tensor_faults
-from megatron_dppo.engine.server import held_tensors
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shard_plan import Slice
-from megatron_dppo.weight_sync.canary import canary_prompts
-from megatron_dppo.weight_sync.engines import EngineFaultError
-from megatron_dppo.weight_sync.transaction import WeightUpdateError
-from megatron_dppo.weight_sync.verification import ChecksumMismatchError
+from megatron_dppo.weights.canary import canary_prompts
+from megatron_dppo.weights.engines import EngineFaultError
+from megatron_dppo.weights.server import held_tensors
+from megatron_dppo.weights.transaction import WeightUpdateError
+from megatron_dppo.weights.verification import ChecksumMismatchError
 from tests.integration.runs import TrainingRun, summary_of, write_material
 from tests.integration.test_weight_sync import interrupt_update
 from tests.integration.weight_server import (

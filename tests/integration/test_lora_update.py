@@ -23,7 +23,6 @@ from megatron_dppo.engine.protocol import (
     adapter_name,
 )
 from megatron_dppo.engine.server.continuation import Continuation
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
 from megatron_dppo.fleet.membership import Member
@@ -32,9 +31,10 @@ from megatron_dppo.model.quantization import Rounding
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
-from megatron_dppo.weight_sync.adapters import AdapterUpdater
-from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
-from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdater
+from megatron_dppo.weights.adapters import AdapterUpdater
+from megatron_dppo.weights.canary import Tolerance, compare_canary
+from megatron_dppo.weights.engine_weights import EngineWeights
+from megatron_dppo.weights.transaction import WeightUpdateError, WeightUpdater
 from tests.adapters import peft_model, save_random_adapters
 from tests.integration.runs import TrainingRun, records_of, summary_of, write_material
 from tests.integration.weight_server import (

@@ -28,7 +28,6 @@ from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.data.trajectory import Outline, Trajectory
 from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
 from megatron_dppo.engine import client
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.generation import SamplingSeeds
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.logging import FatalError
@@ -42,6 +41,7 @@ from megatron_dppo.trainer import step
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
 from megatron_dppo.trainer.topology import destroy_topology
 from megatron_dppo.trainer.weight_source import TrainerWeights
+from megatron_dppo.weights.engine_weights import EngineWeights
 from tests.integration.kept_fleet import KeptFleet
 from tests.integration.runs import GROUP, PROMPTS, records_of, steps_of, write_material
 from tests.integration.test_fp8_rollouts import SIZES

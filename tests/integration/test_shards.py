@@ -15,19 +15,18 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine import shared_bytes, weights
 from megatron_dppo.engine.errors import EngineRequestError
-from megatron_dppo.engine.shared_bytes import SharedBytes, shared_empty
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.shard_plan import Message, Slice
 from megatron_dppo.system import failpoints
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
-from megatron_dppo.weight_sync import engines, shared_memory
-from megatron_dppo.weight_sync.engines import GRACE_S
-from megatron_dppo.weight_sync.shards import ShardStrategy
-from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdater
+from megatron_dppo.weights import engines, shared_bytes, shared_memory
+from megatron_dppo.weights.engine_weights import EngineWeights
+from megatron_dppo.weights.engines import GRACE_S
+from megatron_dppo.weights.shards import ShardStrategy
+from megatron_dppo.weights.shared_bytes import SharedBytes, shared_empty
+from megatron_dppo.weights.transaction import WeightUpdateError, WeightUpdater
 from tests.integration.test_weight_sync import interrupt_update
 from tests.integration.weight_server import (
     RUNNER,
@@ -392,7 +391,7 @@ def test_what_one_rank_cannot_open_or_place_fails_the_request_of_all(
     RUNNER.run(engine.begin())
     with pytest.MonkeyPatch.context() as patch:
         if fault == "memory":
-            patch.setattr(weights, "shared_payloads", without_memory)
+            patch.setattr("megatron_dppo.weights.engine_weights.shared_payloads", without_memory)
         expected = {"memory": "memory cannot be opened", "message": "one version of megatron_dppo"}
         with pytest.raises(EngineRequestError, match=expected[fault]):
             RUNNER.run(engine.receive_shared([[], [SharedBytes("{}", data)]]))

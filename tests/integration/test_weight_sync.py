@@ -21,8 +21,6 @@ import pytest
 import torch
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.shared_bytes import SharedBytes
-from megatron_dppo.engine.weights import EngineWeights, MemoryOrderError, WireHeader
 from megatron_dppo.fleet.membership import Member
 from megatron_dppo.fleet.record import Keys, Server
 from megatron_dppo.loop import server_access
@@ -31,17 +29,19 @@ from megatron_dppo.spec import RunSpec
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
-from megatron_dppo.weight_sync.engines import GRACE_S, EngineFaultError, Engines
-from megatron_dppo.weight_sync.shards import ShardChecksums
-from megatron_dppo.weight_sync.source import Plan
-from megatron_dppo.weight_sync.transaction import (
+from megatron_dppo.weights.engine_weights import EngineWeights, MemoryOrderError, WireHeader
+from megatron_dppo.weights.engines import GRACE_S, EngineFaultError, Engines
+from megatron_dppo.weights.shards import ShardChecksums
+from megatron_dppo.weights.shared_bytes import SharedBytes
+from megatron_dppo.weights.source import Plan
+from megatron_dppo.weights.transaction import (
     AlteredEngineError,
     UpdateReport,
     WeightUpdateError,
     WeightUpdater,
     WeightUpdateRefusedError,
 )
-from megatron_dppo.weight_sync.verification import ChecksumMismatchError
+from megatron_dppo.weights.verification import ChecksumMismatchError
 from tests.integration.dying_ranks import PARKED, POINTS
 from tests.integration.runs import ROOT
 from tests.integration.weight_server import (

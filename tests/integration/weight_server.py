@@ -23,20 +23,20 @@ from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.client import EngineClient, HttpClient
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.protocol import GenerationRequest
-from megatron_dppo.engine.shards import WHOLE, slices_in
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.quantization import Rounding
 from megatron_dppo.model.shard_plan import Message, Slice
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
-from megatron_dppo.weight_sync.distributed import DistributedStrategy
-from megatron_dppo.weight_sync.one_rank import OneRankWeights
-from megatron_dppo.weight_sync.shards import Sent, Shards, ShardStrategy
-from megatron_dppo.weight_sync.shared_memory import TensorStrategy
-from megatron_dppo.weight_sync.transaction import WeightUpdater
+from megatron_dppo.weights.canary import Tolerance, compare_canary
+from megatron_dppo.weights.distributed import DistributedStrategy
+from megatron_dppo.weights.engine_weights import EngineWeights
+from megatron_dppo.weights.one_rank import OneRankWeights
+from megatron_dppo.weights.server.shards import WHOLE, slices_in
+from megatron_dppo.weights.shards import Sent, Shards, ShardStrategy
+from megatron_dppo.weights.shared_memory import TensorStrategy
+from megatron_dppo.weights.transaction import WeightUpdater
 from tests.integration.shared_launcher import server_of
 from tests.patience import UNBOUNDED_S, wait_healthy
 

@@ -18,13 +18,13 @@ from megatron_dppo.config.lora import PEFT_WEIGHTS
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
-from megatron_dppo.engine.server.adapter_digests import _digests
-from megatron_dppo.engine.weights import Occupation
 from megatron_dppo.model.adapters import Adapters, adapter_tensors
 from megatron_dppo.model.gather_plan import Bucket, TensorSources
-from megatron_dppo.weight_sync.adapters import AdapterUpdater, expected_adapter_digests
-from megatron_dppo.weight_sync.source import Plan
-from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdateRefusedError
+from megatron_dppo.weights.adapters import AdapterUpdater, expected_adapter_digests
+from megatron_dppo.weights.engine_weights import Occupation
+from megatron_dppo.weights.server.adapter_digests import _digests
+from megatron_dppo.weights.source import Plan
+from megatron_dppo.weights.transaction import WeightUpdateError, WeightUpdateRefusedError
 from tests.messages import mentioning
 from tests.unit.weight_doubles import (
     NORM,

@@ -18,12 +18,12 @@ from megatron_dppo.checkpoint_conversion.torch_dist import (
     open_checkpoint,
     tensor_digests,
 )
-from megatron_dppo.engine.checksums import EngineTensors
 from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import gather_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.weights.checksums import EngineTensors
 from tests.planted_families import add_carried_tensors, carrying_family, planted
 from tests.tiny_models import save_tiny_model
 from tests.unit.test_conversion_streaming import flip_byte, same_bytes

@@ -15,8 +15,16 @@ from torch import Tensor
 from megatron_dppo import block_fp8
 from megatron_dppo.checkpoint_conversion.hf_folder import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
-from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
-from megatron_dppo.engine.server.direct_loading import (
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.errors import LayoutError
+from megatron_dppo.model.families import FAMILIES, load_model_shape
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import hf_tensors, own_dtypes
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.tensor_hash import tiled_hash
+from megatron_dppo.weights.checksums import EngineTensors, ExpectedChecksums
+from megatron_dppo.weights.one_rank import OneRankWeights
+from megatron_dppo.weights.server.direct_loading import (
     ATOMIC_VARIABLE,
     DirectLoader,
     MappedFile,
@@ -27,22 +35,14 @@ from megatron_dppo.engine.server.direct_loading import (
     map_folder,
     read_folder_directly,
 )
-from megatron_dppo.engine.shards import (
+from megatron_dppo.weights.server.shards import (
     SHARED_INSTRUCTION,
     WHOLE,
     PlanFacts,
     SharedInstruction,
     SharedMessage,
 )
-from megatron_dppo.model.engine_layout import EngineLayout
-from megatron_dppo.model.errors import LayoutError
-from megatron_dppo.model.families import FAMILIES, load_model_shape
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import hf_tensors, own_dtypes
-from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.tensor_hash import tiled_hash
-from megatron_dppo.weight_sync.one_rank import OneRankWeights
-from megatron_dppo.weight_sync.shards import Shards
+from megatron_dppo.weights.shards import Shards
 from tests.tiny_models import save_tiny_model
 from tests.unit import test_fp8_engine
 from tests.unit.test_engine_checksums import model_shape

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_dppo import tensor_hash as hashing
-from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums, IncompleteWeightsError
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
@@ -26,6 +25,7 @@ from megatron_dppo.tensor_hash import (
     sums_on_cpu,
     tiled_hash,
 )
+from megatron_dppo.weights.checksums import EngineTensors, ExpectedChecksums, IncompleteWeightsError
 from tests.messages import mentioning
 from tests.ranks import run_ranks
 

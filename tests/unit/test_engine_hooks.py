@@ -14,7 +14,8 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from megatron_dppo.engine.errors import EngineAnswerError
-from megatron_dppo.engine.server import flushing, hooks, server_state
+from megatron_dppo.engine.server import flushing, hooks
+from megatron_dppo.weights.server import server_state
 
 MODULE = "hooked_module"
 TARGET = f"{MODULE}.count"

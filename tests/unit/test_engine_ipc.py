@@ -5,7 +5,7 @@ import sys
 import torch
 from torch.multiprocessing import reductions
 
-from megatron_dppo.engine.shared_bytes import (
+from megatron_dppo.weights.shared_bytes import (
     MESSAGES,
     SharedBytes,
     named_by_uuid,
@@ -70,8 +70,8 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 import torch
-import megatron_dppo.loop.run, megatron_dppo.supervised, megatron_dppo.weight_sync.transaction
-from megatron_dppo.engine.shared_bytes import SharedBytes, shared_empty, shared_payloads
+import megatron_dppo.loop.run, megatron_dppo.supervised, megatron_dppo.weights.transaction
+from megatron_dppo.weights.shared_bytes import SharedBytes, shared_empty, shared_payloads
 shared_payloads([[SharedBytes("w", shared_empty(8, "cpu"))]])
 """
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engine.checksums import EngineTensors
 from megatron_dppo.families.shared.decoder import ATTENTION, QK_NORM, gemma_norm, moe_router
 from megatron_dppo.model import splits
 from megatron_dppo.model.engine_layout import EngineLayout
@@ -19,7 +18,8 @@ from megatron_dppo.model.resharding import prove_resharding
 from megatron_dppo.model.rows import EngineRow, dense_layers, engine_row, layer_rule
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
-from megatron_dppo.weight_sync.verification import compare_checksums
+from megatron_dppo.weights.checksums import EngineTensors
+from megatron_dppo.weights.verification import compare_checksums
 from tests.engine_digests import expected_digests, mismatched_tensors, random_weights
 from tests.planted_families import planted
 from tests.unit.test_direct_loading import assert_places, digests, hashes, weights

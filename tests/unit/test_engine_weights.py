@@ -18,8 +18,8 @@ from megatron_dppo.engine.errors import (
     EngineMismatchError,
     EngineRequestError,
 )
-from megatron_dppo.engine.weights import EngineWeights, MemoryOrderError, WireHeader
 from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.weights.engine_weights import EngineWeights, MemoryOrderError, WireHeader
 from tests.unit.test_engine_checksums import model_shape
 
 SERVER_INFO = {

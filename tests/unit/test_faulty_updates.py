@@ -16,7 +16,7 @@ from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import FAMILIES, load_model_shape
 from megatron_dppo.model.mapping import engine_parameters
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.weight_sync.verification import compare_checksums
+from megatron_dppo.weights.verification import compare_checksums
 from tests.engine_digests import expected_digests, random_weights
 from tests.tiny_models import R1_FORM, save_tiny_model
 

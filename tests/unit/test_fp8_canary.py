@@ -21,7 +21,7 @@ from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from megatron_dppo.model.quantization import is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer.fp8_weights import rounded_to_fp8
-from megatron_dppo.weight_sync.canary import (
+from megatron_dppo.weights.canary import (
     FP8_PROMPTS,
     CanaryError,
     Fp8Noise,

@@ -15,12 +15,10 @@ from torch import Tensor
 from megatron_dppo import EXAMPLES
 from megatron_dppo.block_fp8 import DTYPE, quantize
 from megatron_dppo.config import ConfigError, check_config, load_config
-from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums, IncompleteWeightsError
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.options import server_options
 from megatron_dppo.engine.running_server import check_layout
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.families import FAMILIES
@@ -30,6 +28,8 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.own_fleet import GenerationError, own_fleet
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.tensor_hash import tiled_hash
+from megatron_dppo.weights.checksums import EngineTensors, ExpectedChecksums, IncompleteWeightsError
+from megatron_dppo.weights.engine_weights import EngineWeights
 from tests import small_shapes
 from tests.messages import mentions
 from tests.unit.config_files import MOE, minimal, write_config

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.engine import links
-from megatron_dppo.engine.links import ConnectionBrokenError, Link, connect_store
 from megatron_dppo.system.network import listening_store
 from megatron_dppo.system.ports import free_port
+from megatron_dppo.weights import links
+from megatron_dppo.weights.links import ConnectionBrokenError, Link, connect_store
 from tests.patience import own_patience
 
 

@@ -111,10 +111,10 @@ def test_an_update_is_compared_at_temperature_1(folder: Path) -> None:
 def test_an_update_has_merged_weights_and_reports_which_part_of_the_adapters_they_hold(
     folder: Path, tmp_path: Path, dtype: str
 ) -> None:
-    from megatron_dppo.engine.shards import PlanFacts, slices_in
     from megatron_dppo.model.engine_layout import EngineLayout
     from megatron_dppo.trainer.weight_source import TrainerWeights
-    from megatron_dppo.weight_sync.shards import Shards
+    from megatron_dppo.weights.server.shards import PlanFacts, slices_in
+    from megatron_dppo.weights.shards import Shards
 
     section = {"rank": 4, "alpha": 0.01, "target_modules": ["all-linear"]}
     start = save_random_adapters(tmp_path / "adapters", folder / "dense", section)

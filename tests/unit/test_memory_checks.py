@@ -18,7 +18,7 @@ from megatron_dppo.trainer.memory_checks import (
     replica_faults,
     replica_groups,
 )
-from megatron_dppo.weight_sync.transaction import AlteredEngineError, WeightUpdateError
+from megatron_dppo.weights.transaction import AlteredEngineError, WeightUpdateError
 from tests.messages import mentioning, mentions
 from tests.unit.config_files import minimal, write_config
 from tests.unit.weight_doubles import NORM, A, B, Engine, updater

@@ -16,7 +16,6 @@ from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
 from megatron_dppo.checkpoint_conversion.hf_folder import write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
-from megatron_dppo.engine.checksums import IncompleteWeightsError
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import hf_buckets_plan
@@ -24,7 +23,8 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, own_dtypes
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
-from megatron_dppo.weight_sync.verification import compare_checksums
+from megatron_dppo.weights.checksums import IncompleteWeightsError
+from megatron_dppo.weights.verification import compare_checksums
 from tests.engine_digests import expected_digests
 from tests.planted_families import add_router_bias, biased_family, planted
 from tests.tiny_models import save_tiny_model

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
-from megatron_dppo.engine.weights import WireHeader
-from megatron_dppo.weight_sync import reach, shared_memory, strategies
-from megatron_dppo.weight_sync.reach import check_reach
+from megatron_dppo.weights import reach, shared_memory, strategies
+from megatron_dppo.weights.engine_weights import WireHeader
+from megatron_dppo.weights.reach import check_reach
 
 JOIN = """
 import sys

@@ -7,7 +7,7 @@ from collections import Counter
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shard_plan import Message, ShardPlan, shard_plan
-from megatron_dppo.weight_sync.relays import Relays
+from megatron_dppo.weights.relays import Relays
 from tests.unit.test_shard_plan import MIB, MOE
 
 A, B, C = Message(0, (0, 2, 4), (), 100), Message(1, (3, 5), (), 100), Message(0, (1,), (), 60, 1)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engine.checksums import EngineTensors
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError, ProofError
 from megatron_dppo.model.families import load_model_shape
@@ -25,6 +24,7 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.shard_plan import Message, ShardPlan, prove_shards, scales_of, shard_plan
+from megatron_dppo.weights.checksums import EngineTensors
 from tests.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]

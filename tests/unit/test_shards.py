@@ -15,9 +15,17 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.checksums import EngineTensors, IncompleteWeightsError
-from megatron_dppo.engine.server.direct_loading import TensorPlaces
-from megatron_dppo.engine.shards import (
+from megatron_dppo.model.engine_layout import EngineLayout, engine_faults
+from megatron_dppo.model.families import FAMILIES, load_model_shape
+from megatron_dppo.model.layout import Layout, holding_faults
+from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shard_plan import Message
+from megatron_dppo.tensor_hash import tiled_hash
+from megatron_dppo.weights.checksums import EngineTensors, IncompleteWeightsError
+from megatron_dppo.weights.distributed import DistributedStrategy
+from megatron_dppo.weights.server.direct_loading import TensorPlaces
+from megatron_dppo.weights.server.shards import (
     INSTRUCTION,
     IncomingShards,
     MessagePlacement,
@@ -27,15 +35,7 @@ from megatron_dppo.engine.shards import (
     ShardStep,
     steps_of,
 )
-from megatron_dppo.model.engine_layout import EngineLayout, engine_faults
-from megatron_dppo.model.families import FAMILIES, load_model_shape
-from megatron_dppo.model.layout import Layout, holding_faults
-from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
-from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.model.shard_plan import Message
-from megatron_dppo.tensor_hash import tiled_hash
-from megatron_dppo.weight_sync.distributed import DistributedStrategy
-from megatron_dppo.weight_sync.shards import Shards
+from megatron_dppo.weights.shards import Shards
 from tests.distributed.test_shards import (
     FP8_SHAPE,
     SHAPE,

@@ -14,14 +14,14 @@ import pytest
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineAnswerError
-from megatron_dppo.engine.weights import Occupation
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.membership import EngineUnavailableError, Member
 from megatron_dppo.fleet.record import Server
 from megatron_dppo.loop import server_access
 from megatron_dppo.model.shape import TRAINER_PARTS
 from megatron_dppo.trainer import collectives
-from megatron_dppo.weight_sync.transaction import WeightUpdater
+from megatron_dppo.weights.engine_weights import Occupation
+from megatron_dppo.weights.transaction import WeightUpdater
 from tests.messages import mentioning
 from tests.unit.small_fleet import SmallServer
 from tests.unit.test_engine_session import Small

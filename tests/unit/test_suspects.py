@@ -13,7 +13,6 @@ from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.engine.errors import GenerationInterruptedError
 from megatron_dppo.engine.protocol import SamplingParams
-from megatron_dppo.engine.weights import Occupation
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.fleet.membership import FatalPromptError, Member
@@ -21,7 +20,8 @@ from megatron_dppo.fleet.record import Server
 from megatron_dppo.loop import server_access
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer import collectives
-from megatron_dppo.weight_sync.transaction import WeightUpdater
+from megatron_dppo.weights.engine_weights import Occupation
+from megatron_dppo.weights.transaction import WeightUpdater
 from tests.unit.small_fleet import SmallRouter, SmallServer
 from tests.unit.test_engine_session import Small
 from tests.unit.test_fleet_client import Fleet, ask

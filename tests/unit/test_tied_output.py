@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.engine.server.tied_output import load_output
+from megatron_dppo.weights.server.tied_output import load_output
 from tests.tiny_models import save_tiny_model
 
 

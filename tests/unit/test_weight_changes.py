@@ -11,16 +11,22 @@ import torch
 from torch import Tensor
 
 from megatron_dppo import block_fp8
-from megatron_dppo.engine.changes import (
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.shard_plan import Message
+from megatron_dppo.system.lease import FencedError
+from megatron_dppo.weights.changes import (
     Changes,
     PositionError,
     apply_changes,
     find_changes,
     kept_changes,
 )
-from megatron_dppo.engine.checksums import EngineTensors
-from megatron_dppo.engine.server.direct_loading import TensorPlaces
-from megatron_dppo.engine.shards import (
+from megatron_dppo.weights.checksums import EngineTensors
+from megatron_dppo.weights.one_rank import OneRankWeights
+from megatron_dppo.weights.sent_weights import SentWeights
+from megatron_dppo.weights.server.direct_loading import TensorPlaces
+from megatron_dppo.weights.server.shards import (
     SHARED_INSTRUCTION,
     WHOLE,
     MessagePlacements,
@@ -29,19 +35,9 @@ from megatron_dppo.engine.shards import (
     SharedInstruction,
     SharedMessage,
 )
-from megatron_dppo.model.engine_layout import EngineLayout
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.shard_plan import Message
-from megatron_dppo.system.lease import FencedError
-from megatron_dppo.weight_sync.one_rank import OneRankWeights
-from megatron_dppo.weight_sync.sent_weights import SentWeights
-from megatron_dppo.weight_sync.shards import Shards
-from megatron_dppo.weight_sync.transaction import (
-    AlteredEngineError,
-    WeightUpdateError,
-    WeightUpdater,
-)
-from megatron_dppo.weight_sync.verification import compare_checksums
+from megatron_dppo.weights.shards import Shards
+from megatron_dppo.weights.transaction import AlteredEngineError, WeightUpdateError, WeightUpdater
+from megatron_dppo.weights.verification import compare_checksums
 from tests.unit import test_fp8_engine
 from tests.unit.test_direct_loading import Bucket, digests, hashes, held, weights
 from tests.unit.test_engine_checksums import model_shape

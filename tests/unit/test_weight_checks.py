@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.weight_sync.canary import (
+from megatron_dppo.weights.canary import (
     CanaryError,
     CanaryReport,
     Tolerance,
@@ -20,8 +20,8 @@ from megatron_dppo.weight_sync.canary import (
     compare_canary,
     compare_scores,
 )
-from megatron_dppo.weight_sync.engines import EngineFaultError, Engines
-from megatron_dppo.weight_sync.verification import (
+from megatron_dppo.weights.engines import EngineFaultError, Engines
+from megatron_dppo.weights.verification import (
     ChecksumMismatch,
     ChecksumMismatchError,
     ExpectedByLayout,

@@ -17,9 +17,12 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_dppo.engine.links import CalledOffError
-from megatron_dppo.engine.server import weight_groups
-from megatron_dppo.engine.server.weight_groups import (
+from megatron_dppo.system.network import listening_store
+from megatron_dppo.system.ports import free_port
+from megatron_dppo.weights import weight_group
+from megatron_dppo.weights.links import CalledOffError
+from megatron_dppo.weights.server import weight_groups
+from megatron_dppo.weights.server.weight_groups import (
     ABORT_GROUP,
     CALLED_OFF,
     ERROR_MODE,
@@ -29,10 +32,7 @@ from megatron_dppo.engine.server.weight_groups import (
     new_name,
     wait_for_bytes,
 )
-from megatron_dppo.system.network import listening_store
-from megatron_dppo.system.ports import free_port
-from megatron_dppo.weight_sync import weight_group
-from megatron_dppo.weight_sync.weight_group import WeightGroup, call_off
+from megatron_dppo.weights.weight_group import WeightGroup, call_off
 from tests.patience import own_patience, run_patiently
 
 ENGINE_PROGRAM = """
@@ -42,7 +42,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
-from megatron_dppo.engine.server import weight_groups
+from megatron_dppo.weights.server import weight_groups
 
 def sglangs_method(updater, address, port, rank, size, name, backend):
     limit = timedelta(minutes=30)
@@ -310,7 +310,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookRegistry
-from megatron_dppo.engine.server import weight_groups
+from megatron_dppo.weights.server import weight_groups
 from megatron_dppo.system.network import listening_store
 from megatron_dppo.system.ports import free_port
 

@@ -26,13 +26,10 @@ from megatron_dppo.engine.errors import (
     EngineMismatchError,
     EngineRequestError,
 )
-from megatron_dppo.engine.links import CalledOffError, in_background
-from megatron_dppo.engine.shards import adjacent
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.weight_sync import engines, shared_memory, strategies
-from megatron_dppo.weight_sync.canary import (
+from megatron_dppo.weights import engines, shared_memory, strategies
+from megatron_dppo.weights.canary import (
     CanaryError,
     CanaryReport,
     Tolerance,
@@ -41,7 +38,8 @@ from megatron_dppo.weight_sync.canary import (
     compare_canary,
     decode_tolerance,
 )
-from megatron_dppo.weight_sync.engines import (
+from megatron_dppo.weights.engine_weights import EngineWeights
+from megatron_dppo.weights.engines import (
     Bucket,
     EngineFaultError,
     Engines,
@@ -49,17 +47,19 @@ from megatron_dppo.weight_sync.engines import (
     local_address,
     on_this_host,
 )
-from megatron_dppo.weight_sync.shards import ShardStrategy
-from megatron_dppo.weight_sync.source import Plan
-from megatron_dppo.weight_sync.strategies import FolderStrategy
-from megatron_dppo.weight_sync.transaction import (
+from megatron_dppo.weights.links import CalledOffError, in_background
+from megatron_dppo.weights.server.shards import adjacent
+from megatron_dppo.weights.shards import ShardStrategy
+from megatron_dppo.weights.source import Plan
+from megatron_dppo.weights.strategies import FolderStrategy
+from megatron_dppo.weights.transaction import (
     RankFacts,
     WeightUpdateError,
     WeightUpdater,
     WeightUpdateRefusedError,
     count_bytes,
 )
-from megatron_dppo.weight_sync.verification import (
+from megatron_dppo.weights.verification import (
     ChecksumMismatch,
     ChecksumMismatchError,
     compare_checksums,

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.checksums import EngineTensors
 from megatron_dppo.engine.errors import EngineRequestError
-from megatron_dppo.engine.server.direct_loading import TensorPlaces
-from megatron_dppo.engine.shards import SharedMessage
-from megatron_dppo.engine.shared_bytes import SharedBytes
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.quantization import Rounding
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.tensor_hash import tiled_hash
-from megatron_dppo.weight_sync.engines import OpenEngine
-from megatron_dppo.weight_sync.one_rank import OneRankWeights
-from megatron_dppo.weight_sync.transaction import Agree, WeightUpdater
+from megatron_dppo.weights.checksums import EngineTensors
+from megatron_dppo.weights.engine_weights import EngineWeights
+from megatron_dppo.weights.engines import OpenEngine
+from megatron_dppo.weights.one_rank import OneRankWeights
+from megatron_dppo.weights.server.direct_loading import TensorPlaces
+from megatron_dppo.weights.server.shards import SharedMessage
+from megatron_dppo.weights.shared_bytes import SharedBytes
+from megatron_dppo.weights.transaction import Agree, WeightUpdater
 from tests.constant_scores import ConstantScores
 from tests.unit.test_engine_checksums import model_shape, weights
 

@@ -73,11 +73,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "trainer/token_loss.py": ("token_loss", "loss_record"),
     "trainer/trainer.py": LONE,
     "trainer/weight_source.py": LONE,
-    "engine/checksums.py": CHECKS,
+    "weights/checksums.py": CHECKS,
     "tensor_hash/__init__.py": CHECKS,
-    "weight_sync/canary.py": CHECKS,
-    "weight_sync/transaction.py": CHECKS,
-    "weight_sync/verification.py": CHECKS,
+    "weights/canary.py": CHECKS,
+    "weights/transaction.py": CHECKS,
+    "weights/verification.py": CHECKS,
 }
 """Module of megatron_dppo -> its files ``test_<name>.py`` under ``tests/unit``. A changed function is tested by
 every test of all chosen modules that calls it, the quickest first. Code that runs when the module is

@@ -55,7 +55,6 @@ from typing import TYPE_CHECKING
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.config.schema import DistillationConfig, TrainConfig
 from megatron_dppo.diagnostics.explain.__main__ import batch_parser, run_batch_command, show_facts
-from megatron_dppo.engine.server import held_tensors
 from megatron_dppo.metrics.records import (
     CHECKPOINTS_FOLDER,
     EXPORT_FOLDER,
@@ -67,6 +66,7 @@ from megatron_dppo.metrics.records import (
     step_of,
 )
 from megatron_dppo.system.arguments import file_to_write
+from megatron_dppo.weights.server import held_tensors
 
 if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Trajectory

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megatron_dppo.block_fp8 import DTYPE, block_checksums, encode
 from megatron_dppo.checkpoint_conversion.quantized import open_weights
-from megatron_dppo.engine.checksums import EnginePart, EngineTensors
-from megatron_dppo.engine.server.direct_loading import TensorPlaces
-from megatron_dppo.engine.server.held_tensors import HeldTensors
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.quantization import BLOCK, SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
+from megatron_dppo.weights.checksums import EnginePart, EngineTensors
+from megatron_dppo.weights.server.direct_loading import TensorPlaces
+from megatron_dppo.weights.server.held_tensors import HeldTensors
 
 _SAME_FACTOR = 1e-4
 """The ratios of held to expected scales count as one factor if their relative difference is at most this number."""

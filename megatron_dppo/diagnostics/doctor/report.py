@@ -33,7 +33,6 @@ from megatron_dppo.diagnostics.doctor.sampling import at_temperature
 from megatron_dppo.diagnostics.doctor.sampling_evidence import Draws
 from megatron_dppo.diagnostics.explain.explanation import TokenTexts
 from megatron_dppo.diagnostics.pages import ResponseText, SummaryTable, TokenSpan, render_page
-from megatron_dppo.engine.server.held_tensors import HeldTensors
 from megatron_dppo.loop.gap_guard import is_coarse
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
@@ -43,6 +42,7 @@ from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.spec import ModelSpec
+from megatron_dppo.weights.server.held_tensors import HeldTensors
 
 TENSORS = 8
 """Number of findings about tensors that the report shows; --json has all."""

@@ -17,11 +17,11 @@ from megatron_dppo.diagnostics.doctor.engine_tensors import (
     findings_of,
     tensor_faults,
 )
-from megatron_dppo.engine.server.held_tensors import HeldTensors, blocks_of, read, write
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
+from megatron_dppo.weights.server.held_tensors import HeldTensors, blocks_of, read, write
 from tests.tiny_models import save_tiny_model
 
 RANKS = 2

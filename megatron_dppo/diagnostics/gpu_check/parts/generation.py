@@ -18,7 +18,7 @@ from megatron_dppo.diagnostics.gpu_check.runs import (
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.weight_sync.canary import canary_prompts
+from megatron_dppo.weights.canary import canary_prompts
 
 if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Trajectory

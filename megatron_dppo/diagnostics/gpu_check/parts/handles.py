@@ -20,8 +20,8 @@ def handles(bench: Bench) -> Iterator[CheckRow]:
     """Yield whether the other process computes the hash of the bytes that this process wrote."""
     import torch
 
-    from megatron_dppo.engine.shared_bytes import SharedBytes, shared_empty, shared_payloads
     from megatron_dppo.tensor_hash import tiled_hash
+    from megatron_dppo.weights.shared_bytes import SharedBytes, shared_empty, shared_payloads
 
     device = "cuda" if bench.gpus else "cpu"
     data = shared_empty(MESSAGE_BYTES, device)
@@ -46,8 +46,8 @@ def main() -> None:
     """Read a bucket's handle from standard input, and print the bucket's hash and device."""
     import torch
 
-    from megatron_dppo.engine.shared_bytes import MESSAGES, open_payload
     from megatron_dppo.tensor_hash import tiled_hash
+    from megatron_dppo.weights.shared_bytes import MESSAGES, open_payload
 
     index_by_uuid = {}
     for index in range(torch.cuda.device_count()):

@@ -32,16 +32,16 @@ from megatron_dppo.diagnostics.gpu_check.runs import (
 )
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.process import EngineProcess
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import SUMMARY_FILE, Record, read_records
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.weight_sync.engines import GRACE_S
-from megatron_dppo.weight_sync.one_rank import OneRankWeights
-from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdater
+from megatron_dppo.weights.engine_weights import EngineWeights
+from megatron_dppo.weights.engines import GRACE_S
+from megatron_dppo.weights.one_rank import OneRankWeights
+from megatron_dppo.weights.transaction import WeightUpdateError, WeightUpdater
 
 
 def updates_row(label: str, records: Sequence[Record]) -> CheckRow:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from megatron_dppo.engine.checksums import ExpectedChecksums
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.system.text import first_of
-from megatron_dppo.weight_sync.engines import Bucket, Digests, EngineFaultError, Engines
+from megatron_dppo.weights.checksums import ExpectedChecksums
+from megatron_dppo.weights.engines import Bucket, Digests, EngineFaultError, Engines
 
 
 @dataclass(frozen=True)

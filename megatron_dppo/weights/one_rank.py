@@ -14,7 +14,7 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.quantization import Rounding
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.weight_sync.source import Plan
+from megatron_dppo.weights.source import Plan
 
 
 class OneRankWeights:

@@ -1,4 +1,4 @@
-"""Weight updates that send only LoRA adapters, in the transaction of ``weight_sync.transaction``.
+"""Weight updates that send only LoRA adapters, in the transaction of ``weights.transaction``.
 
 The engines hold the frozen model, and apply the adapters themselves. The first update after ``attach`` or a failure
 compares the frozen model tensor by tensor. The adapters of each version are a folder in PEFT's format. The engines load
@@ -22,14 +22,14 @@ from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder, peft_nam
 from megatron_dppo.checkpoint_conversion.tensor_store import byte_view
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION, adapter_name
-from megatron_dppo.engine.weights import EngineWeights, fused_module
-from megatron_dppo.weight_sync import verification
-from megatron_dppo.weight_sync.engines import GRACE_S, Bucket, EngineFaultError, Engines
-from megatron_dppo.weight_sync.phases import Phases
-from megatron_dppo.weight_sync.source import WeightSource
-from megatron_dppo.weight_sync.strategies import FolderStrategy
-from megatron_dppo.weight_sync.strategy import Strategy, Streamed
-from megatron_dppo.weight_sync.transaction import UpdateReport, WeightUpdater
+from megatron_dppo.weights import verification
+from megatron_dppo.weights.engine_weights import EngineWeights, fused_module
+from megatron_dppo.weights.engines import GRACE_S, Bucket, EngineFaultError, Engines
+from megatron_dppo.weights.phases import Phases
+from megatron_dppo.weights.source import WeightSource
+from megatron_dppo.weights.strategies import FolderStrategy
+from megatron_dppo.weights.strategy import Strategy, Streamed
+from megatron_dppo.weights.transaction import UpdateReport, WeightUpdater
 
 log = logging.getLogger(__name__)
 

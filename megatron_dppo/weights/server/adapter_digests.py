@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from typing import Any
 
-from megatron_dppo.engine.options import ADAPTER_DIGESTS
+from megatron_dppo.engine.options import ADAPTER_DIGESTS, DIGESTS_VARIABLE
 from megatron_dppo.engine.server import hooks
-
-VARIABLE = "MEGATRON_DPPO_ADAPTER_DIGESTS"
-"""Variable that is set in the processes of a server with LoRA."""
-
 
 LOADED = "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter"
 """SGLang's method that loads an adapter on a rank."""
 
 
-def register_digests() -> None:
-    """Register the hook in each process of a server with ``--enable-lora``, before SGLang applies hooks.
+def register() -> None:
+    """Register the hook, if the process belongs to a server with ``--enable-lora``, before SGLang applies hooks.
 
     Not yet run on a GPU.
     """
     # SGLang itself checks adapters only in a route that unpickles the received bytes, which is not used here. This hook
     # hashes the tensors that the scheduler holds after it has read an adapter's folder and fused the matrices.
-    hooks.register(LOADED, report_digests, "after")
+    if DIGESTS_VARIABLE in os.environ:
+        hooks.register(LOADED, report_digests, "after")
 
 
 def report_digests(result: Any, manager: Any, adapter: Any) -> Any:

@@ -13,26 +13,26 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import UNBOUNDED, EngineMismatchError
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION
-from megatron_dppo.engine.server.held_tensors import HeldTensors
-from megatron_dppo.engine.server.server_state import MemoryTag
-from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import AlteredMemoryError, RunError
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.weight_sync import canary, verification
-from megatron_dppo.weight_sync.engines import (
+from megatron_dppo.weights import canary, verification
+from megatron_dppo.weights.engine_weights import EngineWeights
+from megatron_dppo.weights.engines import (
     ENGINE_FAULTS,
     Digests,
     EngineFaultError,
     Engines,
     OpenEngine,
 )
-from megatron_dppo.weight_sync.phases import Phases
-from megatron_dppo.weight_sync.source import WeightSource
-from megatron_dppo.weight_sync.strategies import STRATEGIES
-from megatron_dppo.weight_sync.strategy import Strategy, Streamed
+from megatron_dppo.weights.phases import Phases
+from megatron_dppo.weights.server.held_tensors import HeldTensors
+from megatron_dppo.weights.server.server_state import MemoryTag
+from megatron_dppo.weights.source import WeightSource
+from megatron_dppo.weights.strategies import STRATEGIES
+from megatron_dppo.weights.strategy import Strategy, Streamed
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_dppo.engine.errors import EngineAnswerError
-from megatron_dppo.engine.server import direct_loading, hooks
+from megatron_dppo.engine.server import hooks
+from megatron_dppo.weights.server import direct_loading
 
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 FIELD = "megatron_dppo"

@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 from torch import Tensor
 
 from megatron_dppo.engine.errors import UNBOUNDED, EngineError, EngineMismatchError
-from megatron_dppo.engine.links import CalledOffError
 from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION
-from megatron_dppo.engine.server.server_state import MemoryTag
-from megatron_dppo.engine.weights import TAGS, EngineWeights
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import is_loopback, resolve, source_address
+from megatron_dppo.weights.engine_weights import TAGS, EngineWeights
+from megatron_dppo.weights.links import CalledOffError
+from megatron_dppo.weights.server.server_state import MemoryTag
 
 T = TypeVar("T")
 

@@ -17,13 +17,13 @@ from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.system.scratch import private_name
-from megatron_dppo.weight_sync import verification
-from megatron_dppo.weight_sync.distributed import DistributedStrategy
-from megatron_dppo.weight_sync.engines import Bucket, Digests, Engines, on_this_host
-from megatron_dppo.weight_sync.phases import Phases
-from megatron_dppo.weight_sync.shared_memory import TensorStrategy
-from megatron_dppo.weight_sync.source import Plan, WeightSource
-from megatron_dppo.weight_sync.strategy import Strategy, Streamed
+from megatron_dppo.weights import verification
+from megatron_dppo.weights.distributed import DistributedStrategy
+from megatron_dppo.weights.engines import Bucket, Digests, Engines, on_this_host
+from megatron_dppo.weights.phases import Phases
+from megatron_dppo.weights.shared_memory import TensorStrategy
+from megatron_dppo.weights.source import Plan, WeightSource
+from megatron_dppo.weights.strategy import Strategy, Streamed
 
 
 class FolderStrategy(Strategy):

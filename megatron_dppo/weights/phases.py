@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 from megatron_dppo.system.failpoints import failpoint
-from megatron_dppo.weight_sync.engines import ENGINE_FAULTS
+from megatron_dppo.weights.engines import ENGINE_FAULTS
 
 P = ParamSpec("P")
 T = TypeVar("T")

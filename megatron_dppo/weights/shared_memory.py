@@ -16,15 +16,15 @@ import torch
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
-from megatron_dppo.engine.links import Link
-from megatron_dppo.engine.shards import SHARED_INSTRUCTION, WHOLE, SharedInstruction
-from megatron_dppo.engine.shared_bytes import SharedBytes, shared_empty
-from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.weight_sync.engines import GRACE_S, meeting_address, on_this_host
-from megatron_dppo.weight_sync.relays import Relays, Round
-from megatron_dppo.weight_sync.shards import Sent, ShardStrategy, TwoBuffers, bytes_of, divided
-from megatron_dppo.weight_sync.source import WeightSource
-from megatron_dppo.weight_sync.weight_group import WeightGroup, call_off
+from megatron_dppo.weights.engine_weights import EngineWeights
+from megatron_dppo.weights.engines import GRACE_S, meeting_address, on_this_host
+from megatron_dppo.weights.links import Link
+from megatron_dppo.weights.relays import Relays, Round
+from megatron_dppo.weights.server.shards import SHARED_INSTRUCTION, WHOLE, SharedInstruction
+from megatron_dppo.weights.shards import Sent, ShardStrategy, TwoBuffers, bytes_of, divided
+from megatron_dppo.weights.shared_bytes import SharedBytes, shared_empty
+from megatron_dppo.weights.source import WeightSource
+from megatron_dppo.weights.weight_group import WeightGroup, call_off
 
 
 class TensorStrategy(ShardStrategy):

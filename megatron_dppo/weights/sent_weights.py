@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_dppo.engine.changes import Changes, find_changes
+from megatron_dppo.weights.changes import Changes, find_changes
 
 
 class SentWeights:

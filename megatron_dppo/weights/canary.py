@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.weights import DecodedScores
 from megatron_dppo.model.quantization import SCALED_BY
-from megatron_dppo.weight_sync.engines import EngineFaultError, Engines
+from megatron_dppo.weights.engine_weights import DecodedScores
+from megatron_dppo.weights.engines import EngineFaultError, Engines
 
 log = logging.getLogger(__name__)
 

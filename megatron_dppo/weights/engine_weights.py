@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_dppo import block_fp8
-from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.engine.client import CONTROL_TIMEOUT_S, HttpClient
 from megatron_dppo.engine.errors import (
     EngineAnswerError,
@@ -24,15 +23,16 @@ from megatron_dppo.engine.errors import (
 )
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
 from megatron_dppo.engine.running_server import check_layout, check_placement
-from megatron_dppo.engine.server import held_tensors
-from megatron_dppo.engine.server.held_tensors import HeldTensors
-from megatron_dppo.engine.server.server_state import MemoryTag, SchedulerState, state_of
-from megatron_dppo.engine.shared_bytes import SharedBytes, shared_payloads
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.mapping import engine_inputs
 from megatron_dppo.model.quantization import stored_tensors
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.weights.checksums import EngineTensors, ExpectedChecksums
+from megatron_dppo.weights.server import held_tensors
+from megatron_dppo.weights.server.held_tensors import HeldTensors
+from megatron_dppo.weights.server.server_state import MemoryTag, SchedulerState, state_of
+from megatron_dppo.weights.shared_bytes import SharedBytes, shared_payloads
 
 TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights", "cuda_graph")
 _State = Literal["resident", "released", "unknown"]

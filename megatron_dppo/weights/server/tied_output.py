@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.engine.server import hooks
-from megatron_dppo.engine.server.direct_loading import LOADED
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import family_of, load_model_shape
 from megatron_dppo.model.mapping import keeps_untied_output
+from megatron_dppo.weights.server.direct_loading import LOADED
 
 
 def register() -> None:

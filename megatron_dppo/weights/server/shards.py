@@ -5,7 +5,7 @@ compares the fingerprint. It copies each message to its places by one call.
 
 With ``distributed`` a server gets one request for a whole update (``IncomingShards``). An engine rank receives its
 messages in the order of their steps, and sends those of longer columns on. While a message is copied, the next message
-is on its way. A message of changes (``engine/changes.py``) follows a message of 8 bytes with the number of changes.
+is on its way. A message of changes (``weights/changes.py``) follows a message of 8 bytes with the number of changes.
 
 With ``tensor`` a request has messages for each engine rank, in shared memory (``SharedMessage``).
 
@@ -27,22 +27,22 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.gathering import Buffers
-from megatron_dppo.engine.changes import (
+from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import Segment
+from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
+from megatron_dppo.model.shard_plan import Message, MessageKey, ShardPlan, Slice, shard_plan
+from megatron_dppo.weights.changes import (
     Changes,
     apply_changes,
     changes_bytes,
     item_dtype,
     kept_changes,
 )
-from megatron_dppo.engine.checksums import EngineTensors
-from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.links import BUSY_CONNECT_S, Link, connect_store
-from megatron_dppo.engine.server.weight_groups import limit_of
-from megatron_dppo.model.engine_layout import EngineLayout
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import Segment
-from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
-from megatron_dppo.model.shard_plan import Message, MessageKey, ShardPlan, Slice, shard_plan
+from megatron_dppo.weights.checksums import EngineTensors
+from megatron_dppo.weights.links import BUSY_CONNECT_S, Link, connect_store
+from megatron_dppo.weights.server.weight_groups import limit_of
 
 WHOLE = -1
 """Sent in place of the number of changes of a message that is sent whole."""

@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.links import Link, in_background
-from megatron_dppo.engine.server.direct_loading import SHARDS
-from megatron_dppo.engine.shards import INSTRUCTION, Instruction
-from megatron_dppo.engine.weights import EngineWeights, WireHeader
-from megatron_dppo.weight_sync.engines import (
+from megatron_dppo.weights.engine_weights import EngineWeights, WireHeader
+from megatron_dppo.weights.engines import (
     ENGINE_FAULTS,
     GRACE_S,
     Engines,
     meeting_address,
     require_routable,
 )
-from megatron_dppo.weight_sync.shards import Sent, ShardStrategy
-from megatron_dppo.weight_sync.source import WeightSource
-from megatron_dppo.weight_sync.weight_group import WeightGroup, call_off
+from megatron_dppo.weights.links import Link, in_background
+from megatron_dppo.weights.server.direct_loading import SHARDS
+from megatron_dppo.weights.server.shards import INSTRUCTION, Instruction
+from megatron_dppo.weights.shards import Sent, ShardStrategy
+from megatron_dppo.weights.source import WeightSource
+from megatron_dppo.weights.weight_group import WeightGroup, call_off
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.weight_sync.engines import Digests, Engines
-from megatron_dppo.weight_sync.phases import Phases
-from megatron_dppo.weight_sync.source import WeightSource
+from megatron_dppo.weights.engines import Digests, Engines
+from megatron_dppo.weights.phases import Phases
+from megatron_dppo.weights.source import WeightSource
 
 
 class Streamed(NamedTuple):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.server.weight_groups import (
+from megatron_dppo.weights.server.weight_groups import (
     CALLED_OFF,
     rendezvous_client,
     rendezvous_fault,

@@ -19,21 +19,21 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.checksums import EnginePart, EngineTensors, IncompleteWeightsError
 from megatron_dppo.engine.errors import EngineMismatchError
-from megatron_dppo.engine.shards import WHOLE, PlanFacts, slices_in
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.mapping import Segment
 from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.shard_plan import Message, Slice
 from megatron_dppo.tensor_hash import Place, TiledHash, add_placed
-from megatron_dppo.weight_sync.engines import Digests, Engines, foreign_host
-from megatron_dppo.weight_sync.phases import Phases
-from megatron_dppo.weight_sync.piece_scales import AllMax, PieceScales, Values
-from megatron_dppo.weight_sync.sent_weights import SentWeights
-from megatron_dppo.weight_sync.source import WeightSource
-from megatron_dppo.weight_sync.strategy import Strategy, Streamed
+from megatron_dppo.weights.checksums import EnginePart, EngineTensors, IncompleteWeightsError
+from megatron_dppo.weights.engines import Digests, Engines, foreign_host
+from megatron_dppo.weights.phases import Phases
+from megatron_dppo.weights.piece_scales import AllMax, PieceScales, Values
+from megatron_dppo.weights.sent_weights import SentWeights
+from megatron_dppo.weights.server.shards import WHOLE, PlanFacts, slices_in
+from megatron_dppo.weights.source import WeightSource
+from megatron_dppo.weights.strategy import Strategy, Streamed
 
 Allocate = Callable[[int, torch.device], Tensor]
 """Returns memory for a number of bytes on a device."""
@@ -510,7 +510,7 @@ def _add_zeros(
 
 
 class Sent(NamedTuple):
-    """A message as it is sent: its flat bytes, or their changes since the last update (``engine/changes.py``).
+    """A message as it is sent: its flat bytes, or their changes since the last update (``weights/changes.py``).
 
     Attributes:
         message: the message.

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from megatron_dppo.model.shard_plan import Message, ShardPlan
-from megatron_dppo.weight_sync.shards import bytes_of
+from megatron_dppo.weights.shards import bytes_of
 
 
 @dataclass

@@ -16,7 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.links import (
+from megatron_dppo.system.network import listening_store, source_address
+from megatron_dppo.weights.links import (
     BUSY_CONNECT_S,
     Link,
     connect_store,
@@ -24,8 +25,7 @@ from megatron_dppo.engine.links import (
     raising_connection_broken,
     wait_unless_called_off,
 )
-from megatron_dppo.engine.server.weight_groups import CALLED_OFF, errors_abort_the_group, new_name
-from megatron_dppo.system.network import listening_store, source_address
+from megatron_dppo.weights.server.weight_groups import CALLED_OFF, errors_abort_the_group, new_name
 
 log = logging.getLogger(__name__)
 

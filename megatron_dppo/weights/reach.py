@@ -6,10 +6,10 @@ import asyncio
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
-from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.weight_sync.engines import ENGINE_FAULTS, local_address
-from megatron_dppo.weight_sync.strategies import STRATEGIES
-from megatron_dppo.weight_sync.weight_group import WeightGroup
+from megatron_dppo.weights.engine_weights import EngineWeights
+from megatron_dppo.weights.engines import ENGINE_FAULTS, local_address
+from megatron_dppo.weights.strategies import STRATEGIES
+from megatron_dppo.weights.weight_group import WeightGroup
 
 REACH_S = 30.0
 """Longest time of the check with strategy ``distributed``; see ``check_reach``."""

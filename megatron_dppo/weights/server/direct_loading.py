@@ -12,7 +12,7 @@ All strategies call the ``load_weights`` of SGLang's model. Tensors that the mod
 and ``w_vc`` of latent attention) are derived once, at the end of an update. The functions at the end are plugin hooks
 of SGLang.
 
-Changes to present weights (``engine/changes.py``) are kept in host memory until the end of the update. If the update
+Changes to present weights (``weights/changes.py``) are kept in host memory until the end of the update. If the update
 is interrupted, these changes are dropped, and the weights are still the weights of the previous update. With
 ``engine.atomic_updates``, whole messages are kept in the same way.
 """
@@ -30,15 +30,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.engine.options import ATOMIC_VARIABLE
 from megatron_dppo.engine.server import hooks
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_dppo.engine.checksums import EnginePart, EngineTensors
-    from megatron_dppo.engine.shards import Incoming
     from megatron_dppo.model.mapping import Segment
+    from megatron_dppo.weights.checksums import EnginePart, EngineTensors
+    from megatron_dppo.weights.server.shards import Incoming
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,6 @@ RECEIVED = f"{_UPDATER}._receive_bucketed_weights_from_distributed"
 OPENED = "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank"
 SHARED = f"{_UPDATER}._update_weights_from_flattened_bucket"
 ANSWERED = f"{_MANAGER}.update_weights_from_tensor"
-ATOMIC_VARIABLE = "MEGATRON_DPPO_ATOMIC_UPDATES"
-"""Environment variable of a server that keeps whole messages until the end of an update."""
 SHARDS = "megatron_dppo.shards"
 """Name of the first tensor in a request for an update in shards. The second name is the update's Instruction."""
 _TENSORS_AT_ONCE = 1024
@@ -175,8 +174,8 @@ class TensorPlaces:
     """
 
     def __init__(self, table: EngineTensors, rank: int, held_tensors: Mapping[str, Tensor]) -> None:
-        from megatron_dppo.engine.shards import MessagePlacements
         from megatron_dppo.model.mapping import engine_inputs
+        from megatron_dppo.weights.server.shards import MessagePlacements
 
         self._shapes = {name: tuple(dims) for name, dims in table.shapes.items()}
         self._places: dict[str, list[_Place]] = {}
@@ -256,7 +255,7 @@ class TensorPlaces:
     def _check_ignored(self, name: str) -> None:
         """Raise unless the update works without the tensor ``name``.
 
-        The update works without ``PROBE`` of ``engine/weights.py``: no model has this tensor. It also works without the
+        The update works without ``PROBE`` of ``engine_weights``: no model has this tensor. It also works without the
         second copy of a tensor that is sent under two names: only servers with SGLang's loader need the second name.
         """
         if name in self._repeated or "rotary_emb.inv_freq" in name:
@@ -378,7 +377,7 @@ class DirectLoader:
         self, weights: Incoming | Iterable[tuple[str, Tensor]], *args: Any, **options: Any
     ) -> Any:
         """Load ``weights``. Outside of an update they are all tensors of the model, for example from a folder."""
-        from megatron_dppo.engine.shards import Incoming
+        from megatron_dppo.weights.server.shards import Incoming
 
         if not self._is_updating:
             self._prepare()
@@ -464,8 +463,8 @@ def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
     rank = get_parallel().tp_rank
 
     def read_table() -> EngineTensors:
-        from megatron_dppo.engine.checksums import EngineTensors
         from megatron_dppo.model.families import load_model_shape
+        from megatron_dppo.weights.checksums import EngineTensors
 
         return EngineTensors.of_server(load_model_shape(folder), arguments.resolved_dict(), rank)
 
@@ -513,7 +512,7 @@ def receive_shards(
     """Return an update in shards, which the DirectLoader receives: it knows the places. SGLang receives all else."""
     if names[0] != SHARDS:
         return original(updater, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name)
-    from megatron_dppo.engine.shards import IncomingShards
+    from megatron_dppo.weights.server.shards import IncomingShards
 
     return IncomingShards(names[1], updater._model_update_group[group_name], group_name)
 
@@ -525,7 +524,7 @@ def open_shared_messages(
 
     If the memory cannot be opened because its sender has ended, return the reason: an exception would end the server.
     """
-    from megatron_dppo.engine.shared_bytes import MESSAGES
+    from megatron_dppo.weights.shared_bytes import MESSAGES
 
     try:
         return original(worker, payloads)
@@ -542,8 +541,8 @@ def load_shared_messages(
 
     If a message cannot be placed, return an error: an exception would end the server.
     """
-    from megatron_dppo.engine.shards import SharedMessage
-    from megatron_dppo.engine.shared_bytes import MESSAGES
+    from megatron_dppo.weights.server.shards import SharedMessage
+    from megatron_dppo.weights.shared_bytes import MESSAGES
 
     messages = flattened_tensor_bucket_dict.get(MESSAGES)
     if messages is None:

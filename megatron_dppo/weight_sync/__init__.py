@@ -1,1 +1,0 @@
-"""Trainer weights into the engine, as a verified transaction."""
