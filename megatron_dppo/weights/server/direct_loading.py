@@ -25,6 +25,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,12 +33,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.options import ATOMIC_VARIABLE
 from megatron_dppo.engine.server import hooks
+from megatron_dppo.model.families import load_model_shape
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from megatron_dppo.model.mapping import Segment
+    from megatron_dppo.model.shape import ModelShape
     from megatron_dppo.weights.checksums import EnginePart, EngineTensors
     from megatron_dppo.weights.server.shards import Incoming
 
@@ -451,6 +454,12 @@ def register() -> None:
     hooks.register(ANSWERED, answer_for_all_ranks, "after")
 
 
+@cache
+def served_shape(folder: str) -> ModelShape:
+    """Return the shape of the model in ``folder``, which this process serves; raises as ``load_model_shape``."""
+    return load_model_shape(folder)
+
+
 def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
     """Make a DirectLoader the ``load_weights`` of the model that ``runner`` has loaded."""
     if runner.is_draft_worker:
@@ -463,10 +472,9 @@ def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
     rank = get_parallel().tp_rank
 
     def read_table() -> EngineTensors:
-        from megatron_dppo.model.families import load_model_shape
         from megatron_dppo.weights.checksums import EngineTensors
 
-        return EngineTensors.of_server(load_model_shape(folder), arguments.resolved_dict(), rank)
+        return EngineTensors.of_server(served_shape(folder), arguments.resolved_dict(), rank)
 
     runner.model.load_weights = DirectLoader(runner.model, rank, read_table)
 

@@ -7,14 +7,13 @@ matrix as it was allocated: logits are arbitrary, or NaN, until the first weight
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from megatron_dppo.engine.server import hooks
 from megatron_dppo.model.errors import ModelError
-from megatron_dppo.model.families import family_of, load_model_shape
+from megatron_dppo.model.families import family_of
 from megatron_dppo.model.mapping import keeps_untied_output
-from megatron_dppo.weights.server.direct_loading import LOADED
+from megatron_dppo.weights.server.direct_loading import LOADED, served_shape
 
 
 def register() -> None:
@@ -26,9 +25,9 @@ def load_output(result: Any, runner: Any, *_: Any) -> None:
     """Load the embedding into the output matrix of the model that ``runner`` has loaded, if the model has both."""
     if runner.is_draft_worker or runner.server_args.load_format == "dummy":
         return
-    folder = Path(runner.model_config.model_path)
+    folder = str(runner.model_config.model_path)
     try:
-        shape = load_model_shape(folder)
+        shape = served_shape(folder)
     except (ModelError, OSError):
         # A server of a model that no run can train: SGLang alone knows it.
         return
