@@ -18,10 +18,12 @@ receives as many. A rank that handles its messages in the order of their steps n
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -233,6 +235,19 @@ class ShardPlan:
         return [largest[step] for step in sorted(largest)]
 
 
+@contextmanager
+def _paused_collection() -> Iterator[None]:
+    """Pause the search for cyclic garbage. A plan has millions of objects without cycles, which the search visits."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_paused_collection()
 def shard_plan(
     shape: ModelShape,
     layout: Layout,
@@ -257,21 +272,29 @@ def shard_plan(
     rank_hosts: list[int] = []
     for server, host in zip(servers, hosts or range(len(servers)), strict=True):
         rank_hosts += [host] * server.tensor
-    columns = _columns(shape, servers, quantized=quantized)
-    order = _engine_order(shape, servers, quantized=quantized)
+    engine_blocks = _engine_blocks(shape, servers, quantized=quantized)
+    columns = _columns(servers, engine_blocks)
+    order = _engine_order(engine_blocks)
+    # Servers of one layout keep the same, so the ranks of the first of them are counted.
+    first_ranks = {server: ranks[0] for server, ranks in _first_ranks(servers).items()}
+    counted_ranks: set[int] = set()
+    for server, first_rank in first_ranks.items():
+        counted_ranks.update(range(first_rank, first_rank + server.tensor))
     slices: dict[range, dict[Column, list[_Sized]]] = {}
     kept = Counter[int]()
     for tensor, tensor_item_bytes in _sent_tensors(shape, layout, item_bytes, quantized=quantized):
         blocks = columns[tensor.name]
-        held = ((rank, block) for block, column in blocks for rank in column)
+        held = (
+            (rank, block) for block, column in blocks for rank in counted_ranks.intersection(column)
+        )
         for rank, elements in kept_elements(tensor.shape, held).items():
             kept[rank] += elements * tensor_item_bytes
         for block, column in blocks:
             for piece in tensor.pieces:
-                for part in _intersection(piece, block, message_bytes, tensor_item_bytes):
+                for part, size in _intersection(piece, block, message_bytes, tensor_item_bytes):
                     by_column = slices.setdefault(piece.holders, {})
                     position = (order[block], part.block_part.hf_start)
-                    by_column.setdefault(column, []).append(_Sized(position, part.bytes, part))
+                    by_column.setdefault(column, []).append(_Sized(position, size, part))
     by_pair: dict[tuple[int, Column], list[_Sized]] = {}
     for holders, by_column in slices.items():
         for sender, column, sized in _shared(holders, by_column, message_bytes):
@@ -284,11 +307,10 @@ def shard_plan(
             messages.append((number, _message(sender, column, group)))
     messages.sort(key=lambda entry: (entry[0], entry[1].sender, entry[1].column))
     turned = _with_turns((message for _, message in messages), rank_hosts)
-    return ShardPlan(
-        tuple(_with_steps(turned, rank_hosts)),
-        tuple(rank_hosts),
-        tuple(kept[rank] for rank in range(len(rank_hosts))),
-    )
+    kept_by_rank: list[int] = []
+    for server in servers:
+        kept_by_rank += [kept[first_ranks[server] + rank] for rank in range(server.tensor)]
+    return ShardPlan(tuple(_with_steps(turned, rank_hosts)), tuple(rank_hosts), tuple(kept_by_rank))
 
 
 class _Sized(NamedTuple):
@@ -322,58 +344,82 @@ def kept_elements(dims: Dims, held: Iterable[tuple[int, Segment]]) -> Counter[in
     return elements
 
 
+EngineBlocks = Mapping[EngineLayout, list[list[Segment]]]
+"""The blocks that each rank of a server holds, for each layout of servers."""
+
+
+def _engine_blocks(
+    shape: ModelShape, servers: Iterable[EngineLayout], *, quantized: bool
+) -> EngineBlocks:
+    """Return the blocks that each engine rank holds, in the order in which they lie in its tensors."""
+    blocks: dict[EngineLayout, list[list[Segment]]] = {}
+    for server in dict.fromkeys(servers):
+        ranks = range(server.tensor)
+        blocks[server] = [_rank_blocks(shape, server, rank, quantized=quantized) for rank in ranks]
+    return blocks
+
+
+def _rank_blocks(
+    shape: ModelShape, server: EngineLayout, rank: int, *, quantized: bool
+) -> list[Segment]:
+    """Return the blocks of an engine rank, tensor by tensor, with 0 as their place in the rank's tensors."""
+    by_tensor: dict[str, list[mapping.EngineParameter]] = {}
+    for parameter in mapping.engine_parameters(shape, server, rank):
+        # The name of an expert's parameter is the engine tensor's name, followed by the expert's number in brackets.
+        by_tensor.setdefault(parameter.name.partition("[")[0], []).append(parameter)
+    blocks: list[Segment] = []
+    for parameter in chain.from_iterable(by_tensor.values()):
+        segments = parameter.segments
+        if quantized and quantization.holds_quantized(parameter):
+            segments += quantization.scale_parameter(parameter).segments
+        blocks += [replace(segment, local_start=0) for segment in segments]
+    return blocks
+
+
+def _first_ranks(servers: Iterable[EngineLayout]) -> Mapping[EngineLayout, list[int]]:
+    """Return the number of each server's first rank, by the servers' layouts."""
+    first_ranks: dict[EngineLayout, list[int]] = defaultdict(list)
+    next_rank = 0
+    for server in servers:
+        first_ranks[server].append(next_rank)
+        next_rank += server.tensor
+    return first_ranks
+
+
 def _columns(
-    shape: ModelShape, servers: Sequence[EngineLayout], *, quantized: bool
+    servers: Iterable[EngineLayout], engine_blocks: EngineBlocks
 ) -> Mapping[str, list[tuple[Segment, Column]]]:
     """Return the different blocks of each tensor that servers hold, each with the ranks that hold it."""
-    blocks_by_layout: dict[EngineLayout, list[set[Segment]]] = {}
-    ranks_of: dict[Segment, list[int]] = {}
-    first_rank = 0
-    for server in servers:
-        if server not in blocks_by_layout:
-            blocks_by_layout[server] = [
-                set(_engine_blocks(shape, server, rank, quantized=quantized))
-                for rank in range(server.tensor)
-            ]
-        for rank, blocks in enumerate(blocks_by_layout[server]):
-            for block in blocks:
-                ranks_of.setdefault(block, []).append(first_rank + rank)
-        first_rank += server.tensor
+    holders: dict[Segment, list[int]] = {}
+    """The ranks that hold a block in the first server of each layout."""
+    ranks_of: dict[int, list[int]] = {}
+    """For each rank of these servers, the ranks in its place in all servers of the layout."""
+    for server, first_ranks in _first_ranks(servers).items():
+        for rank, blocks in enumerate(engine_blocks[server]):
+            ranks = [first_rank + rank for first_rank in first_ranks]
+            ranks_of[ranks[0]] = ranks
+            for block in set(blocks):
+                holders.setdefault(block, []).append(ranks[0])
     columns: dict[str, list[tuple[Segment, Column]]] = defaultdict(list)
-    for block, ranks in sorted(ranks_of.items(), key=lambda entry: entry[0].hf_start):
-        columns[block.hf_name].append((block, tuple(ranks)))
+    column_of: dict[tuple[int, ...], Column] = {}
+    for block, block_holders in sorted(holders.items(), key=lambda entry: entry[0].hf_start):
+        key = tuple(block_holders)
+        if key not in column_of:
+            column_of[key] = tuple(sorted(chain.from_iterable(ranks_of[rank] for rank in key)))
+        columns[block.hf_name].append((block, column_of[key]))
     return columns
 
 
-def _engine_order(
-    shape: ModelShape, servers: Sequence[EngineLayout], *, quantized: bool
-) -> dict[Segment, int]:
+def _engine_order(engine_blocks: EngineBlocks) -> dict[Segment, int]:
     """Number the blocks of all engine ranks in the order in which they lie in the engines' tensors.
 
     So a message has neighbours in an engine tensor one after another, and one copy places them.
     """
     order: dict[Segment, int] = {}
-    for server in dict.fromkeys(servers):
-        for rank in range(server.tensor):
-            for block in _engine_blocks(shape, server, rank, quantized=quantized):
-                order.setdefault(block, len(order))
+    for blocks in chain.from_iterable(engine_blocks.values()):
+        for block in blocks:
+            order.setdefault(block, len(order))
     return order
-
-
-def _engine_blocks(
-    shape: ModelShape, server: EngineLayout, rank: int, *, quantized: bool
-) -> Iterator[Segment]:
-    """Yield the blocks that an engine rank holds, tensor by tensor, with 0 as their place in the rank's tensors."""
-    by_tensor: dict[str, list[mapping.EngineParameter]] = {}
-    for parameter in mapping.engine_parameters(shape, server, rank):
-        # The name of an expert's parameter is the engine tensor's name, followed by the expert's number in brackets.
-        by_tensor.setdefault(parameter.name.partition("[")[0], []).append(parameter)
-    for parameter in chain.from_iterable(by_tensor.values()):
-        segments = parameter.segments
-        if quantized and quantization.holds_quantized(parameter):
-            segments += quantization.scale_parameter(parameter).segments
-        for segment in segments:
-            yield replace(segment, local_start=0)
 
 
 def _sent_tensors(
@@ -425,8 +471,11 @@ def scale_piece(name: str, piece: Piece) -> Piece | None:
 
 def _intersection(
     piece: Piece, block: Segment, message_bytes: int, item_bytes: int
-) -> Iterator[Slice]:
-    """Yield the slices of ``piece`` that fill a part of ``block``, each of at most ``message_bytes`` if possible."""
+) -> Iterator[tuple[Slice, int]]:
+    """Yield the slices of ``piece`` that fill a part of ``block``, each with its size.
+
+    A slice has at most ``message_bytes`` if possible.
+    """
     segment = piece.segment
     start = 0
     length = segment.length
@@ -438,10 +487,12 @@ def _intersection(
     index_bytes = whole.bytes // length
     step = max(message_bytes // index_bytes // _CUT, 1) * _CUT
     if step >= length:
-        yield whole
+        yield whole, index_bytes * length
         return
     for offset in range(0, length, step):
-        yield replace(whole, start=start + offset, length=min(step, length - offset))
+        part_length = min(step, length - offset)
+        part = replace(whole, start=start + offset, length=part_length)
+        yield part, index_bytes * part_length
 
 
 def _shared(
@@ -542,7 +593,8 @@ def prove_shards(
     dims_of = mapping.hf_tensors(shape)
     if quantized:
         dims_of = quantization.stored_tensors(dims_of)
-    for name, columns in _columns(shape, servers, quantized=quantized).items():
+    engine_blocks = _engine_blocks(shape, servers, quantized=quantized)
+    for name, columns in _columns(servers, engine_blocks).items():
         for block, ranks in columns:
             location = f"{name} from index {block.hf_start} of dim {block.dim}"
             parts_by_column = arrived.pop(block, {})
