@@ -25,7 +25,6 @@ from megatron_dppo.engine.options import ADAPTER_DIGESTS
 from megatron_dppo.engine.running_server import check_layout, check_placement
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError
-from megatron_dppo.model.mapping import engine_inputs
 from megatron_dppo.model.quantization import stored_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.weights.checksums import EngineTensors, ExpectedChecksums
@@ -153,15 +152,13 @@ class EngineWeights:
     """Weight control of one running SGLang server (0.5.23); made by ``connect``.
 
     Attributes:
-        places_directly: whether the server loads updates by direct placement. SGLang's own loader needs some tensors
-            under two names; direct placement needs each tensor once.
+        places_directly: whether the server loads updates by direct placement. It can then receive what its ranks keep,
+            in place of whole tensors.
 
     Coroutines send requests to the server, each with a time limit. They raise EngineLostError if the server does not
     respond, EngineRequestError if it rejects the request, and EngineAnswerError if the response does not have SGLang's
     form. Methods that are not coroutines are local.
     """
-
-    places_directly = False
 
     def __init__(
         self,
@@ -183,8 +180,6 @@ class EngineWeights:
         self.groups = () if state is None else state.groups
         """Names of the weight groups that the server was in when the connection was made."""
         self.places_directly = state is not None and state.places_directly
-        self.accepts_shards = self.places_directly
-        """Whether the server can receive what its ranks keep, in place of whole tensors."""
 
     @classmethod
     async def connect(
@@ -574,12 +569,6 @@ class EngineWeights:
         with self._reading("/v1/models"):
             # Only adapters have a parent: the model.
             return [model["id"] for model in models["data"] if model["parent"] is not None]
-
-    def inputs(self, name: str) -> list[str]:
-        """Return the names under which a tensor of a checkpoint must be sent to the engine."""
-        if self.places_directly:
-            return [name]
-        return engine_inputs(self.tensors.shape, name)
 
     def sent_shapes(
         self, tensors: Sequence[tuple[str, Sequence[int]]]

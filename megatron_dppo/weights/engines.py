@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_dppo.engine.errors import UNBOUNDED, EngineError, EngineMismatchError
 from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION
 from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.mapping import engine_inputs
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import is_loopback, resolve, source_address
 from megatron_dppo.weights.engine_weights import TAGS, EngineWeights
@@ -83,11 +84,6 @@ class Engines:
     def __init__(self, members: Sequence[EngineWeights], runner: AsyncRunner) -> None:
         self.members = tuple(members)
         self._runner = runner
-        all_place_directly = all(engine.places_directly for engine in members)
-        for engine in members:
-            # All engines read the same folder of ``disk``. If one of them needs the form that SGLang's own loader
-            # reads, all read that form.
-            engine.places_directly = all_place_directly
 
     @classmethod
     def connect(cls, urls: Sequence[str], open_engine: OpenEngine, runner: AsyncRunner) -> Self:
@@ -118,6 +114,15 @@ class Engines:
     def take_changes(self) -> bool:
         """Whether the engines can apply changes to the weights that they hold."""
         return self.first.tensors.hold_what_is_sent
+
+    def inputs(self, name: str) -> list[str]:
+        """Return the names under which a tensor of a checkpoint must be in a folder that all engines read.
+
+        SGLang's own loader needs some tensors under two names; direct placement needs each tensor once.
+        """
+        if all(engine.places_directly for engine in self.members):
+            return [name]
+        return engine_inputs(self.first.tensors.shape, name)
 
     @cached_property
     def foreign_hosts(self) -> list[str]:

@@ -63,7 +63,7 @@ class ServerFacts(NamedTuple):
     def of(cls, engines: Engines) -> ServerFacts:
         """Return the facts of ``engines``. Raises EngineMismatchError for a server that cannot receive shards."""
         for engine in engines.members:
-            if not engine.accepts_shards:
+            if not engine.places_directly:
                 raise EngineMismatchError(
                     f"{engine.url} loads updates by SGLang's own loader, which needs whole tensors; expected a server "
                     "that was started by megatron_dppo.engine.launch_server (its log says why if its tensors cannot be "

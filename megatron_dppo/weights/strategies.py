@@ -135,7 +135,7 @@ class DiskStrategy(FolderStrategy):
             gathered = [(t.name, t.shape) for t in bucket.tensors]
             for sent_name, dims in engines.first.sent_shapes(gathered):
                 dtype = engines.first.tensors.sent_dtype(sent_name, self.dtype)
-                for name in engines.first.inputs(sent_name):
+                for name in engines.inputs(sent_name):
                     self._tensors[name] = TensorSpec(tuple(dims), dtype)
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
@@ -148,7 +148,7 @@ class DiskStrategy(FolderStrategy):
         assert self._writer is not None
         written = 0
         for name, tensor in bucket:
-            for engine_name in self.attached.first.inputs(name):
+            for engine_name in self.attached.inputs(name):
                 self._writer.write_rows(engine_name, 0, tensor)
                 written += tensor.nbytes
         return written

@@ -144,7 +144,7 @@ def test_a_fault_on_the_way_is_named_by_tensor_and_rank(
 
 def test_a_server_with_sglangs_loader_is_refused(server: RunningServer, trained: Path) -> None:
     engine = server.weights()
-    engine.accepts_shards = False
+    engine.places_directly = False
     with pytest.raises(WeightUpdateError, match="disk"):
         updater(engine, Source(trained))
 

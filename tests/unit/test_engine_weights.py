@@ -20,6 +20,7 @@ from megatron_dppo.engine.errors import (
 )
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weights.engine_weights import EngineWeights, MemoryOrderError, WireHeader
+from megatron_dppo.weights.engines import Engines
 from tests.unit.test_engine_checksums import model_shape
 
 SERVER_INFO = {
@@ -90,12 +91,12 @@ class Control:
 
     def __init__(self, runner: AsyncRunner, client: HttpClient, **shape: Any) -> None:
         self._runner = runner
-        self._engine = runner.run(
+        self.engine = runner.run(
             EngineWeights.connect(client, model_shape(**shape), "float32", timeout_s=5)
         )
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._engine, name)
+        method = getattr(self.engine, name)
         if not inspect.iscoroutinefunction(method):
             return method
         return lambda *arguments, **options: self._runner.run(method(*arguments, **options))
@@ -276,12 +277,15 @@ def test_busy_engine_is_resumed(engine: Engine, connect: Connect) -> None:
 
 
 def test_sglangs_loader_needs_a_tied_mixtures_embedding_twice(
-    engine: Engine, connect: Connect
+    connect: Connect, runner: AsyncRunner
 ) -> None:
-    control = connect(tied=True)
+    own_loader, direct = connect(tied=True).engine, connect(tied=True).engine
+    direct.places_directly = True
     name = "model.embed_tokens.weight"
-    assert control.inputs(name) == [name, "lm_head.weight"]
-    assert control.inputs("model.norm.weight") == ["model.norm.weight"]
+    assert Engines([direct], runner).inputs(name) == [name]
+    together = Engines([direct, own_loader], runner)
+    assert together.inputs(name) == [name, "lm_head.weight"]
+    assert together.inputs("model.norm.weight") == ["model.norm.weight"]
 
 
 def test_scores_are_of_the_tokens_that_were_asked(engine: Engine, connect: Connect) -> None:

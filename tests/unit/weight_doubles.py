@@ -73,7 +73,7 @@ class Engine(ConstantScores):
     """
 
     device, ranks, layout = "cpu", 1, (EngineLayout(), "cpu")
-    accepts_shards = places_directly = True
+    places_directly = True
     tensors = TABLE
     _dtype = torch.float32
 
