@@ -18,12 +18,10 @@ receives as many. A rank that handles its messages in the order of their steps n
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -40,6 +38,7 @@ from megatron_dppo.model.quantization import BLOCK, SCALE_SUFFIX
 from megatron_dppo.model.resharding import check_tiling
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.model.splits import Dims
+from megatron_dppo.system.garbage import paused_collection
 
 Column = tuple[int, ...]
 """Engine ranks that hold equal blocks, in the order in which a message visits them. The ranks of all servers are
@@ -235,19 +234,7 @@ class ShardPlan:
         return [largest[step] for step in sorted(largest)]
 
 
-@contextmanager
-def _paused_collection() -> Iterator[None]:
-    """Pause the search for cyclic garbage. A plan has millions of objects without cycles, which the search visits."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_paused_collection()
+@paused_collection()
 def shard_plan(
     shape: ModelShape,
     layout: Layout,

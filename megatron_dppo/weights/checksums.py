@@ -22,6 +22,7 @@ from megatron_dppo.model.engine_layout import check_engine_layout
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.shard_plan import kept_elements
 from megatron_dppo.model.splits import Dims
+from megatron_dppo.system.garbage import paused_collection
 from megatron_dppo.system.text import first_of
 from megatron_dppo.tensor_hash import WORD, Part, TiledHash, add_parts
 
@@ -105,6 +106,7 @@ class EngineTensors:
             example the padding of a vocabulary.
     """
 
+    @paused_collection()
     def __init__(
         self,
         shape: ModelShape,
