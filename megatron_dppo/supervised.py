@@ -12,16 +12,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from megatron_dppo.config import ConfigError, SupervisedConfig, check_supervised_config, load_as
+from megatron_dppo.config import SupervisedConfig, check_supervised_config, load_as
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.launch.library_checks import (
     CHECK,
     check_everything_supervised,
     check_in_child,
-    checkpoint_faults,
     untried_options,
 )
 from megatron_dppo.launch.local import run_local
@@ -32,20 +30,7 @@ from megatron_dppo.logging import fatal
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.secret_variables import hide_secrets
 
-if TYPE_CHECKING:
-    from megatron_dppo.data.problems import TurnSets
-
 MODULE = "megatron_dppo.supervised"
-
-
-def _load_data(config: SupervisedConfig) -> TurnSets:
-    """Load the tokenizer and the sequences, and log what is seldom intended. Raises DataError."""
-    from megatron_dppo.data.problems import PromptForm, TurnSets, load_policy_tokenizer
-
-    data = config.data
-    form = PromptForm(data.apply_chat_template, arguments=data.chat_template_arguments)
-    tokenizer, _, rows = load_policy_tokenizer(config.model.hf_checkpoint, form)
-    return TurnSets.load(data, tokenizer, form, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,11 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_as(SupervisedConfig, options.config, options.overrides)
         if options.check:
+            from megatron_dppo.data.problems import TurnSets
+
             check_everything_supervised(config, options.config)
-            faults = list(checkpoint_faults(config))
-            if faults:
-                raise ConfigError(faults, options.config)
-            _load_data(config)
+            TurnSets.load(config)
             for warning in untried_options(config):
                 print(f"warning: {warning}")
             return 0
@@ -81,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Import late: the import takes seconds, and a process that only starts ranks does not need it.
     from megatron_dppo.loop.supervised_run import run_supervised_rank
 
-    run_supervised_rank(config, _load_data)
+    run_supervised_rank(config)
     return 0
 
 

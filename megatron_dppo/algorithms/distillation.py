@@ -69,11 +69,10 @@ def reverse_kl(log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> tuple[Tens
     lower bound of the KL over the vocabulary. The gradient by the logits equals the whole KL's if all ids outside of S
     have equal pi / p_T.
     """
-    pi, teacher = _masses(log_pi, log_teacher, valid)
-    terms = kl_term(pi.of_columns, pi.log_columns, teacher.log_columns)
-    rest_log_ratio = pi.log_rest - teacher.log_rest
-    distance = terms.sum(-1) + pi.rest * rest_log_ratio
-    return distance, terms - pi.of_columns * rest_log_ratio[..., None]
+    (pi, log_pi), (_, log_teacher) = _with_bucket(log_pi, log_teacher, valid)
+    terms = kl_term(pi, log_pi, log_teacher)
+    rest_log_ratio = (log_pi - log_teacher)[..., -1:]
+    return terms.sum(-1), terms[..., :-1] - pi[..., :-1] * rest_log_ratio
 
 
 @torch.no_grad()
@@ -84,49 +83,30 @@ def forward_kl(log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> tuple[Tens
     KL over the vocabulary. The gradient by the logits equals the whole KL's if all ids outside of S have equal
     pi / p_T. The value is inf if pi = 0 < p_T at a column.
     """
-    pi, teacher = _masses(log_pi, log_teacher, valid)
-    rest_log_ratio = teacher.log_rest - pi.log_rest
-    terms = kl_term(teacher.of_columns, teacher.log_columns, pi.log_columns)
-    distance = terms.sum(-1) + teacher.rest * rest_log_ratio
-    rest_quotient = teacher.rest / pi.log_rest.exp()
-    return distance, pi.of_columns * rest_quotient[..., None] - teacher.of_columns
+    (pi, log_pi), (teacher, log_teacher) = _with_bucket(log_pi, log_teacher, valid)
+    distance = kl_term(teacher, log_teacher, log_pi).sum(-1)
+    rest_quotient = teacher[..., -1:] / log_pi[..., -1:].exp()
+    return distance, pi[..., :-1] * rest_quotient - teacher[..., :-1]
 
 
-@dataclass(frozen=True)
-class _Masses:
-    """A policy's probabilities at the valid columns, 0 at the others, and of the bucket; float64.
+def _with_bucket(log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return for pi and p_T the probabilities and their logarithms, ``[..., K + 2]``. The last column is the bucket's.
 
-    The bucket's mass has a rounding error of about ``resolution``. A mass of at most this counts as 0, and its
+    All are float64. Columns that are not valid have the probability 0. The bucket's mass has a rounding error of about
+    ``resolution``, four times the eps of the coarser of the two dtypes. A mass of at most this counts as 0, and its
     logarithm as that of ``resolution``, so that rounding alone makes no distance large.
-    """
-
-    log_columns: Tensor
-    of_columns: Tensor
-    rest: Tensor
-    log_rest: Tensor
-
-    @classmethod
-    def of(cls, log_probs: Tensor, valid: Tensor, resolution: float) -> _Masses:
-        """Return the masses of a policy with the log-probabilities ``log_probs`` at the columns."""
-        log_columns = clamped(log_probs)
-        of_columns = torch.where(valid, log_columns.exp(), 0.0)
-        rest = 1 - of_columns.sum(-1)
-        return cls(
-            log_columns,
-            of_columns,
-            torch.where(rest > resolution, rest, 0.0),
-            rest.clamp(min=resolution).log(),
-        )
-
-
-def _masses(log_pi: Tensor, log_teacher: Tensor, valid: Tensor) -> tuple[_Masses, _Masses]:
-    """Return the masses of pi and of p_T. The arguments are those of a ``Distance``.
-
-    The resolution is four times the eps of the coarser of the two dtypes.
     """
     assert log_pi.shape == log_teacher.shape == valid.shape
     resolution = 4 * max(torch.finfo(x.dtype).eps for x in (log_pi, log_teacher))
-    return _Masses.of(log_pi, valid, resolution), _Masses.of(log_teacher, valid, resolution)
+    policies: list[tuple[Tensor, Tensor]] = []
+    for log_probs in (log_pi, log_teacher):
+        log_columns = clamped(log_probs)
+        columns = torch.where(valid, log_columns.exp(), 0.0)
+        rest = 1 - columns.sum(-1, keepdim=True)
+        masses = torch.cat([columns, torch.where(rest > resolution, rest, 0.0)], -1)
+        log_rest = rest.clamp(min=resolution).log()
+        policies.append((masses, torch.cat([log_columns, log_rest], -1)))
+    return policies
 
 
 DISTANCES: dict[table.DistillationLoss, Distance] = {"reverse": reverse_kl, "forward": forward_kl}

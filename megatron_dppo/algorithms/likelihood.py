@@ -20,11 +20,7 @@ def negative_log_likelihood(log_probs: Tensor, loss_mask: Tensor) -> LossSums:
         loss_mask: Bool ``[T]``.
 
     Returns:
-        The loss. Its metrics are the loss under ``loss/sum``, and the number of trained tokens under ``policy/tokens``.
+        The loss. Its metric is the loss under ``loss/sum``.
     """
     loss = -torch.where(loss_mask, log_probs, 0.0).sum()
-    sums = {
-        metric_names.LOSS: loss.detach().double(),
-        metric_names.TRAINED_TOKENS: loss_mask.sum().double(),
-    }
-    return LossSums(loss, MetricSums(sums=sums))
+    return LossSums(loss, MetricSums(sums={metric_names.LOSS: loss.detach().double()}))

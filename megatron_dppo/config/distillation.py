@@ -51,7 +51,6 @@ def serving_config(config: TrainConfig, name: str, shape: ModelShape) -> TrainCo
             "interrupt": "drain",
             "temperature": 1.0,
         },
-        "data": {"max_prompt_tokens": longest_prompt(config, teacher)},
     }
     sections: dict[str, Any] = {
         name: getattr(config, name).model_copy(update=update) for name, update in changes.items()

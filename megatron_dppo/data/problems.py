@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_dppo.config.checks import PLACEHOLDER
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.data_schema import ProblemFile
-from megatron_dppo.config.schema import SupervisedDataConfig
+from megatron_dppo.config.schema import SupervisedConfig, SupervisedDataConfig
 from megatron_dppo.data.chat import (
     ChatTemplateError,
     calls_of,
@@ -305,7 +305,15 @@ class TurnSets:
     held_out: Mapping[str, Sequence[Turns]]
 
     @classmethod
-    def load(
+    def load(cls, config: SupervisedConfig) -> Self:
+        """Load the policy's tokenizer, and the sequences of a run's files. Raises DataError as ``load_turns``."""
+        data = config.data
+        form = PromptForm(data.apply_chat_template, arguments=data.chat_template_arguments)
+        tokenizer, _, rows = load_policy_tokenizer(config.model.hf_checkpoint, form)
+        return cls.of_files(data, tokenizer, form, rows)
+
+    @classmethod
+    def of_files(
         cls,
         data: SupervisedDataConfig,
         tokenizer: PreTrainedTokenizerBase,

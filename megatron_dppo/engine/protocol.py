@@ -259,12 +259,12 @@ def _weight_version(meta: Meta, answered: Answered, _: None) -> dict[str, np.nda
     return {"weight_version": np.repeat(np.array(versions, np.int32), lengths)}
 
 
-def _topk_fields(k: int) -> dict[str, Any]:
-    return {
-        "top_logprobs_num": k,
-        "return_flat_raw_output_top_logprobs": True,
-        "return_flat_raw_top_logprobs_b64": True,
-    }
+def topk_fields(k: int, option: str = "return_flat_raw_output_top_logprobs") -> dict[str, Any]:
+    """Return the fields of a request for Top-K log-probabilities that ``read_topk`` reads.
+
+    ``option``: SGLang's option for the tokens that need them; by default the output tokens.
+    """
+    return {"top_logprobs_num": k, option: True, "return_flat_raw_top_logprobs_b64": True}
 
 
 def read_topk(
@@ -321,7 +321,7 @@ def _routed_experts_fields(shape: RoutedShape) -> dict[str, Any]:
 
 provide("rollout_log_probs", ColumnSource(_log_probs_fields, _log_probs, always=True))
 provide("weight_version", ColumnSource(_weight_version_fields, _weight_version, always=True))
-provide("topk", ColumnSource(_topk_fields, _topk))
+provide("topk", ColumnSource(topk_fields, _topk))
 provide("routed_experts", ColumnSource(_routed_experts_fields, _routed_experts))
 
 

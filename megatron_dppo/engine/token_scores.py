@@ -14,7 +14,7 @@ import orjson
 
 from megatron_dppo.data.columns import check_log_probs, check_topk
 from megatron_dppo.engine.errors import EngineAnswerError
-from megatron_dppo.engine.protocol import read_topk
+from megatron_dppo.engine.protocol import read_topk, topk_fields
 
 _ROUNDING = 0.05
 """Largest difference in nats between two log-probabilities of one token in one answer."""
@@ -46,11 +46,7 @@ class ScoredTokens:
             "logprob_start_len": self.start - 1,
         }
         if self.top_k:
-            body |= {
-                "top_logprobs_num": self.top_k,
-                "return_flat_raw_top_logprobs": True,
-                "return_flat_raw_top_logprobs_b64": True,
-            }
+            body |= topk_fields(self.top_k, "return_flat_raw_top_logprobs")
         return orjson.dumps(body)
 
     def read(self, payload: bytes, origin: str) -> dict[str, np.ndarray]:

@@ -72,9 +72,8 @@ class TeacherClient:
         self._examiner = Examiner(
             record, config.engine, ServerStates(), self._examine, lambda: None, self._servers
         )
-        self._update: asyncio.Task[None] | None = None
-        """The update of ``_members`` that runs, or whose result is not read yet."""
-        self._updated_at = 0.0
+        self._follower: asyncio.Task[NoReturn] | None = None
+        """The task of ``_follow_servers``, from the first call on."""
         self._is_starting = False
         """Whether a server that is refused ends the start."""
         self._sequences = sequences
@@ -120,8 +119,12 @@ class TeacherClient:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._engine.start_timeout_s
+        if self._follower is None:
+            self._follower = asyncio.create_task(self._follow_servers())
         while True:
-            self._follow_servers()
+            if self._follower.done():
+                # The task ends only by an error. Raise it.
+                self._follower.result()
             if self._fleet.has_servers:
                 return
             if self._stop():
@@ -133,24 +136,20 @@ class TeacherClient:
                 raise errors.EngineLostError("; ".join([f"no server within {limit}", *reasons]))
             await asyncio.sleep(_PAUSE_S)
 
-    def _follow_servers(self) -> None:
-        """Start an update of the members if one is due and none runs. Raises the errors of the last update."""
-        if self._update is not None:
-            if not self._update.done():
-                return
-            update = self._update
-            self._update = None
-            update.result()
-        losses = self._fleet.take_losses()
-        is_due = asyncio.get_running_loop().time() > self._updated_at + _REREAD_S
-        if self._fleet.has_servers and not losses and not is_due:
-            return
-        for member in self._members:
-            if member.server.name in losses:
-                # Its process may be another one when it answers again.
-                self._examiner.states.pop(member.server, None)
-        self._members = [m for m in self._members if m.server.name not in losses]
-        self._update = asyncio.create_task(self._update_members())
+    async def _follow_servers(self) -> NoReturn:
+        """Use the servers that pass the checks, until the task is cancelled.
+
+        Raises EngineMismatchError at the start for a refused server.
+        """
+        while True:
+            losses = self._fleet.take_losses()
+            for member in list(self._members):
+                if member.server.name in losses:
+                    # Its process may be another one when it answers again.
+                    self._examiner.states.pop(member.server, None)
+                    self._members.remove(member)
+            await self._update_members()
+            await asyncio.sleep(_REREAD_S if self._fleet.has_servers else _PAUSE_S)
 
     def _servers(self) -> list[Server]:
         """Return the teacher's servers that are published now, and the attached ones. Raises RecordLostError."""
@@ -159,7 +158,6 @@ class TeacherClient:
         return servers + [Server(attached_name(url), url, origin="config") for url in urls]
 
     async def _update_members(self) -> None:
-        """Use the servers that pass the checks. Raises EngineMismatchError at the start for a refused server."""
         members: list[Member] = []
         for server in await self._examiner.published():
             member = Member.of(server, self._record.keys(server), self._engine)
@@ -174,7 +172,6 @@ class TeacherClient:
         if members != self._members:
             await self._fleet.serve(members, FIRST_WEIGHT_VERSION)
         self._members = members
-        self._updated_at = asyncio.get_running_loop().time()
 
     async def _examine(self, member: Member) -> None:
         """Raise EngineError for a new server that generates nothing, or that fails the checks."""
@@ -262,9 +259,9 @@ class TeacherClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._update is not None:
-            self._update.cancel()
-            await asyncio.gather(self._update, return_exceptions=True)
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.gather(self._follower, return_exceptions=True)
         await self._fleet.close()
 
 

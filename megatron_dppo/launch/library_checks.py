@@ -103,12 +103,14 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> Mode
 
 
 def check_everything_supervised(config: SupervisedConfig, source: str) -> None:
+    """Run every check of a supervised run. Raises ConfigError with all faults, those of the checkpoint too."""
     _check_all(
         partial(check_supervised_config, config, source),
         source,
         _checks_of_every_run(config),
         gpu_faults(None),
         _trainer_faults(config),
+        checkpoint_faults(config),
     )
 
 

@@ -12,11 +12,10 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.seal import Seal
 from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.fleet.membership import EngineUnavailableError
-from megatron_dppo.logging import note_failure
 from megatron_dppo.loop.batch_generation import BatchGeneration
 from megatron_dppo.loop.batch_training import BatchTraining
 from megatron_dppo.loop.checkpoints import RunCheckpoints
-from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, rank_of_run
+from megatron_dppo.loop.ending import RunFence, StopFlag, rank_of_run
 from megatron_dppo.loop.evaluation import Evaluations, Evaluator
 from megatron_dppo.loop.frequency_canary import FrequencyError
 from megatron_dppo.loop.gap_guard import GapError
@@ -24,25 +23,23 @@ from megatron_dppo.loop.input_hashes import BackgroundHashes
 from megatron_dppo.loop.inputs import RunData, model_files
 from megatron_dppo.loop.learning import PlannedBatch
 from megatron_dppo.loop.profiling import StepProfiler
-from megatron_dppo.loop.recorder import Recorder, RecordingError
+from megatron_dppo.loop.recorder import Recorder
 from megatron_dppo.loop.repeated_steps import RepeatedSteps, open_spool
 from megatron_dppo.loop.rollout_figures import STALE_ANCHOR, file_figures, with_stale_gap_renamed
 from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.loop.run_identity import identity_of
+from megatron_dppo.loop.run_of_steps import RunOfSteps
 from megatron_dppo.loop.run_parts import active_line, stats_spec
 from megatron_dppo.loop.run_state import FILES
 from megatron_dppo.loop.sample_maker import SampleMaker
 from megatron_dppo.loop.server_access import free_shared_devices
 from megatron_dppo.loop.step_records import StepRecords
 from megatron_dppo.metrics import table as metric_names
-from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.metrics.summary import RunInfo
-from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.hub_download import check_download
 from megatron_dppo.rewards import RewardUnavailableError
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.failpoints import failpoint
-from megatron_dppo.trainer.checkpoint.directory import suspect_folder
 from megatron_dppo.trainer.collectives import any_rank, on_rank_0
 from megatron_dppo.trainer.run_export import (
     Example,
@@ -71,7 +68,7 @@ def _require_services(config: TrainConfig) -> None:
         raise RewardUnavailableError("; ".join(faults))
 
 
-class Run:
+class Run(RunOfSteps):
     """The parts of a run that its steps need. The constructor opens them, ``stack`` closes them.
 
     Args:
@@ -102,11 +99,9 @@ class Run:
         fence: RunFence,
         stack: ExitStack,
     ) -> None:
-        self.config = config
+        super().__init__(stop, fence)
+        self.config: TrainConfig = config
         self.data = data
-        self.fence = fence
-        self.should_stop = stop
-        self.timer = PhaseTimer()
         metric_names.add_metrics(config.tracking.metrics)
         settings = config.algorithm
         algorithm = build_algorithm(settings.name, settings.options, settings.settings)
@@ -137,10 +132,11 @@ class Run:
             )
             self.training = BatchTraining(config, spec, data, self.trainer, algorithm)
             self.training.continue_from(self.state.step, spool)
-            recorder = stack.enter_context(self._recorder())
+            self.recorder: Recorder = stack.enter_context(self._recorder())
             samples = SampleMaker.of(config, data)
-            self.records = StepRecords(config, topology.rank, recorder, samples, self.repeats)
-            self.evaluations = self._evaluations(recorder, samples)
+            self.records = StepRecords(config, topology.rank, self.recorder, samples, self.repeats)
+            self.evaluations = self._evaluations(samples)
+            self._profiler = StepProfiler(config.profile, config.run.directory, topology.rank)
         self.examples: list[Example] = []
         """Examples of the last batch. At the end, the export is compared with the trainer on them."""
 
@@ -163,7 +159,7 @@ class Run:
             config=config.model_dump(),
         )
 
-    def _evaluations(self, recorder: Recorder, samples: SampleMaker) -> Evaluations:
+    def _evaluations(self, samples: SampleMaker) -> Evaluations:
         config = self.config
         generation = self.generation
         evaluator = Evaluator(
@@ -177,39 +173,8 @@ class Run:
             samples,
         )
         return Evaluations(
-            evaluator, recorder, self.timer, steps=config.run.steps, background=config.overlaps
+            evaluator, self.recorder, self.timer, steps=config.run.steps, background=config.overlaps
         )
-
-    def to_the_end(self) -> None:
-        """Train until the last step or until a stop, and leave a checkpoint behind."""
-        run = self.config.run
-        profiler = StepProfiler(self.config.profile, run.directory, self.trainer.topology.rank)
-        try:
-            self.begin()
-            while self.state.step < run.steps:
-                with profiler.of(self.state.step + 1):
-                    self.step()
-            self.finish()
-        except RunStoppedError as stopped:
-            self.stop(str(stopped))
-            self.records.check()
-        except RecordingError:
-            self._stop_unrecorded()
-            raise
-        except EngineUnavailableError:
-            self.stop("no server is available")
-            raise
-        except RewardUnavailableError:
-            self.stop("a reward is unavailable")
-            raise
-        except (FrequencyError, GapError):
-            # Every rank raised before the optimiser step, so the checkpoint has the weights that failed the check.
-            self.stop("the batch was not trained on", suspect=True)
-            raise
-        except BaseException:
-            # Note the time of the failure before the stack closes the run's objects, which may take long.
-            note_failure()
-            raise
 
     def begin(self) -> None:
         """Send the trainer's weights to the servers and evaluate the start policy."""
@@ -218,7 +183,6 @@ class Run:
         self._log_active()
         self._check_files()
         self._begin_records()
-        self.records.check()
 
     def _begin_records(self) -> None:
         """Record the start policy, or complete the record of the checkpoint that this start continues from."""
@@ -229,7 +193,7 @@ class Run:
             if step == 0:
                 self.records.write_row(0, {})
             return
-        recorder = self.records.recorder
+        recorder = self.recorder
         update_figures = self._update_weights()
         if step == 0:
             accuracies = self.evaluations.measure(0)
@@ -243,6 +207,10 @@ class Run:
     def step(self) -> None:
         """Train on one rollout batch and send the new weights to the servers."""
         step = self.state.step + 1
+        with self._profiler.of(step):
+            self._step(step)
+
+    def _step(self, step: int) -> None:
         batch, seal = self._generate(step)
         measured = self._train(step, batch, seal)
         try:
@@ -262,12 +230,7 @@ class Run:
             self.records.write_samples()
         # While the trainer is parked, the checkpoint waits for the trainer's next turn.
         if self.checkpoints.is_due(step) and not self.trainer.parked:
-            self._save_checkpoint()
-        self.records.check()
-        # A signal reaches the ranks at different moments. If only one rank stopped, the other ranks would wait for it
-        # in a collective.
-        if any_rank(self.should_stop()):
-            raise RunStoppedError(f"stopped after step {step}")
+            self.save_checkpoint()
 
     def _generate(self, step: int) -> tuple[RolloutBatch, Seal | None]:
         """Return the batch of ``step`` and its seal, and bring the trainer back to its devices."""
@@ -361,14 +324,14 @@ class Run:
 
     def _lacks_evaluation(self, step: int) -> bool:
         """Return whether the record of ``step`` lacks an evaluation. Collective: only rank 0 has the records."""
-        return any_rank(self.records.recorder.lacks_evaluation(self.evaluations.last_due(step)))
+        return any_rank(self.recorder.lacks_evaluation(self.evaluations.last_due(step)))
 
     def finish(self) -> None:
         """Export the policy, compare the export with the trainer, write report and summary, and upload the export."""
         max_logprob_diff = None
         self._take_devices()
         self.training.check_weights()
-        self._finish_checkpoint()
+        self.finish_checkpoint()
         self.fence.check_together()
         if self.config.checkpoint.export_hf:
             with self.timer("export"), patience("others export"):
@@ -380,7 +343,7 @@ class Run:
         # Faults of the last evaluation's episodes are not recorded yet.
         faults = self.generation.environment_faults()
         self.records.write_environment_faults(self.state.step, faults)
-        self.records.recorder.finish(max_logprob_diff)
+        self.recorder.finish(max_logprob_diff)
         repository = self.config.checkpoint.upload
         if repository is not None:
             with patience("rank 0 sends the export"):
@@ -388,34 +351,35 @@ class Run:
                 on_rank_0(partial(upload_export, run.directory, repository, run.steps))
 
     def stop(self, reason: str, *, suspect: bool = False) -> None:
-        """Leave a checkpoint of the last completed step.
-
-        A ``suspect`` checkpoint is only read by ``megatron-dppo doctor``; no start loads it.
-        """
+        """Leave a checkpoint of the last completed step, after the trainer has its devices."""
         self._take_devices()
-        step = self.state.step
-        saved_step = self.checkpoints.saved_step
-        resumes_after = saved_step if suspect else step
-        if step > saved_step:
-            self._save_checkpoint(suspect=suspect)
-        self._finish_checkpoint()
-        if resumes_after < step:
-            folder = suspect_folder(self.checkpoints.store.directory, step)
-            reason = (
-                f"{reason}; the weights of step {step} are in {folder} for megatron-dppo doctor, and no "
-                f"start goes on from them unless the folder is renamed to {folder.stem}"
-            )
-        log.info("%s; the same command resumes after step %d", reason, resumes_after)
+        super().stop(reason, suspect=suspect)
 
-    def _stop_unrecorded(self) -> None:
-        """Save a checkpoint if the disk has room for it; otherwise log why it was not saved."""
-        try:
-            self.stop("the run's records can't be written")
-        except CheckpointError as error:
-            log.warning("no checkpoint of step %d: %s", self.state.step, error)
+    def stop_unrecorded(self) -> None:
+        """Save a checkpoint and the batch if the disk has room for them; otherwise log why they were not saved."""
+        super().stop_unrecorded()
         # Save the batch after the checkpoint, because the checkpoint matters more: without a checkpoint of the step, a
         # later start makes the step and its batch again.
         self.records.save_lost_batch()
+
+    def after_failure(self, error: BaseException) -> None:
+        """Leave a checkpoint after the failure of a server, of a reward or of a check of a batch."""
+        if isinstance(error, EngineUnavailableError):
+            self.stop("no server is available")
+        elif isinstance(error, RewardUnavailableError):
+            self.stop("a reward is unavailable")
+        elif isinstance(error, FrequencyError | GapError):
+            # Every rank raised before the optimiser step, so the checkpoint has the weights that failed the check.
+            self.stop("the batch was not trained on", suspect=True)
+        else:
+            super().after_failure(error)
+
+    def weights_digest(self) -> str:
+        """Return the hash of all ranks' weights.
+
+        Raises AlteredMemoryError if the weights or the optimizer state have changed since the step made them.
+        """
+        return self.training.check_memory()
 
     def _take_devices(self) -> None:
         """Take the devices that the trainer shares with servers, and save a checkpoint that had to wait for them."""
@@ -426,23 +390,7 @@ class Run:
             engine.take_devices()
         step = self.state.step
         if step > self.checkpoints.saved_step and self.checkpoints.is_due(step):
-            self._save_checkpoint()
-
-    def _save_checkpoint(self, *, suspect: bool = False) -> None:
-        """Start writing a checkpoint of this step, after the previous checkpoint is complete.
-
-        Raises AlteredMemoryError if the weights or the optimizer state have changed since the step made them.
-        """
-        state = self.state
-        failpoint("step/checkpoint")
-        with self.timer("checkpoint"), patience("others save"):
-            digest = self.training.check_memory()
-            state.records = on_rank_0(partial(self.records.recorder.mark, state.step))
-            self.checkpoints.save(state, digest, suspect=suspect)
-
-    def _finish_checkpoint(self) -> None:
-        with self.timer("checkpoint"), patience("others save"):
-            self.checkpoints.store.finish()
+            self.save_checkpoint()
 
     def _log_active(self) -> None:
         """Log on rank 0 the line that describes the run."""

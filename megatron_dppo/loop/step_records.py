@@ -129,7 +129,3 @@ class StepRecords:
     def write_samples(self) -> None:
         """Write the samples of the batch that was recorded last."""
         self.recorder.write_samples(self._step_samples)
-
-    def check(self) -> None:
-        """Raise RecordingError, on every rank, if rank 0 could not write a record. Collective."""
-        self.recorder.check()

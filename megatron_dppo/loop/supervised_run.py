@@ -6,10 +6,8 @@ run goes on from its newest checkpoint, and computes what an uninterrupted run c
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,32 +22,28 @@ from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop.batch_layout import BatchLayout
 from megatron_dppo.loop.checkpoints import RunCheckpoints
-from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, rank_of_run
-from megatron_dppo.loop.recorder import MetricsRecorder, RecordingError
+from megatron_dppo.loop.ending import RunFence, StopFlag, rank_of_run
+from megatron_dppo.loop.recorder import MetricsRecorder
+from megatron_dppo.loop.run_of_steps import RunOfSteps
 from megatron_dppo.loop.run_state import last_due
 from megatron_dppo.metrics import records
 from megatron_dppo.metrics import table as metric_names
-from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.trainer.collectives import all_gather_json, any_rank, on_rank_0
+from megatron_dppo.trainer.collectives import all_gather_json, any_rank
 from megatron_dppo.trainer.run_export import export
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 
-log = logging.getLogger(__name__)
 
-
-def run_supervised_rank(
-    config: SupervisedConfig, load_data: Callable[[SupervisedConfig], TurnSets]
-) -> None:
+def run_supervised_rank(config: SupervisedConfig) -> None:
     """Train until ``run.steps`` or until a clean stop, and leave a checkpoint behind. Collective over all ranks."""
     with rank_of_run(config.run.directory) as (stop, fence, stack):
-        SupervisedRun(config, load_data(config), stop, fence, stack).to_the_end()
+        SupervisedRun(config, TurnSets.load(config), stop, fence, stack).to_the_end()
 
 
-class SupervisedRun:
+class SupervisedRun(RunOfSteps):
     """A supervised run on one rank. The constructor opens what the steps need, and ``stack`` closes it.
 
     Args:
@@ -68,80 +62,65 @@ class SupervisedRun:
         fence: RunFence,
         stack: ExitStack,
     ) -> None:
-        self._config = config
+        super().__init__(stop, fence)
+        self.config: SupervisedConfig = config
         self._data = data
-        self._should_stop = stop
-        self._fence = fence
-        self._timer = PhaseTimer()
-        with self._timer("start"), patience("others start"):
-            self._trainer = Trainer(config)
-        self._layout = BatchLayout.of(self._trainer)
+        with self.timer("start"), patience("others start"):
+            self.trainer = Trainer(config)
+        self._layout = BatchLayout.of(self.trainer)
         fence.join()
-        self._checkpoints = RunCheckpoints(config, self._trainer, fence)
-        stack.callback(self._checkpoints.store.close)
+        self.checkpoints = RunCheckpoints(config, self.trainer, fence)
+        stack.callback(self.checkpoints.store.close)
         self._sampler = ProblemSampler(len(data.train), config.run.seed)
-        self._state = self._checkpoints.resume(self._sampler, _identity(config, data.train))
-        if self._state.step == 0:
+        self.state = self.checkpoints.resume(self._sampler, _identity(config, data.train))
+        if self.state.step == 0:
             self._require_no_export()
-        self._recorder = stack.enter_context(
+        self.recorder = stack.enter_context(
             MetricsRecorder(
                 config.run,
-                self._trainer.topology.rank,
-                self._state.step,
+                self.trainer.topology.rank,
+                self.state.step,
                 fence=fence.check,
-                mark=self._state.records,
+                mark=self.state.records,
                 tracking=config.tracking,
                 config=config.model_dump(),
             )
         )
+        self._bar = stack.enter_context(progress("supervised training", config.run.steps))
 
-    def to_the_end(self) -> None:
-        """Train until the last step or until a stop, and leave a checkpoint behind."""
-        try:
-            self._train()
-        except RunStoppedError as stopped:
-            self._leave_checkpoint()
-            log.info("%s; the same command resumes after step %d", stopped, self._state.step)
-            return
-        except RecordingError:
-            self._leave_checkpoint()
-            raise
-        self._leave_checkpoint()
-        self._fence.check_together()
+    def begin(self) -> None:
+        """Record the loss of the start policy, unless an earlier start did."""
+        if self.state.step == 0:
+            self._record(self._held_out_losses())
+
+    def step(self) -> None:
+        """Train on the next sequences."""
+        values = self._train()
+        step = self.state.step = self.state.step + 1
+        self.state.sampler = self._sampler.state_dict()
+        if last_due(step, self.config.evaluation.every, self.config.run.steps) == step:
+            values |= self._held_out_losses()
+        self._record(values)
+        if self.checkpoints.is_due(step):
+            self.save_checkpoint()
+        self.checkpoints.store.poll()
+        loss = values[metric_names.NEGATIVE_LOG_LIKELIHOOD]
+        self._bar.update(completed=step, note=f"{loss:.3f} nats a token")
+
+    def finish(self) -> None:
+        """Export the policy after its last checkpoint is complete."""
+        self.finish_checkpoint()
+        self.fence.check_together()
         with patience("others export"):
-            export(self._config.run.directory, self._trainer, None)
+            export(self.config.run.directory, self.trainer, None)
 
-    def _train(self) -> None:
-        steps = self._config.run.steps
-        state = self._state
-        with progress("supervised training", steps) as bar:
-            if state.step == 0:
-                self._record(self._held_out_losses())
-            while state.step < steps:
-                values = self._step()
-                state.step += 1
-                state.sampler = self._sampler.state_dict()
-                if last_due(state.step, self._config.evaluation.every, steps) == state.step:
-                    values |= self._held_out_losses()
-                self._record(values)
-                if self._checkpoints.is_due(state.step):
-                    self._save()
-                self._checkpoints.store.poll()
-                loss = values[metric_names.NEGATIVE_LOG_LIKELIHOOD]
-                bar.update(completed=state.step, note=f"{loss:.3f} nats a token")
-                # A signal reaches the ranks at different moments.
-                if any_rank(self._should_stop()):
-                    raise RunStoppedError(f"stopped after step {state.step}")
-
-    def _step(self) -> dict[str, float]:
+    def _train(self) -> dict[str, float]:
         """Make one optimiser step. Return the step's metrics; its loss is the loss before the step."""
-        count = self._config.training.sequences_per_step
-        with self._timer("train"):
-            samples = [_trajectory(self._data.train[i]) for i in self._sampler.next(count)]
-            tokens = sum(sample.sampled for sample in samples)
-            result = self._trainer.train_mini_batch(
-                self._own_batches(samples), _loss, float(tokens)
-            )
+        count = self.config.training.sequences_per_step
+        with self.timer("train"):
+            sequences = [self._data.train[i] for i in self._sampler.next(count)]
+            batches, tokens = self._own_batches(sequences)
+            result = self.trainer.train_mini_batch(batches, _loss, float(tokens))
         return {
             metric_names.NEGATIVE_LOG_LIKELIHOOD: result.metrics.values()[metric_names.LOSS]
             / tokens,
@@ -153,54 +132,42 @@ class SupervisedRun:
     def _held_out_losses(self) -> dict[str, float]:
         """Return the mean of -log pi over the response tokens of each held-out set, nats, by metric. Collective."""
         losses: dict[str, float] = {}
-        with self._timer("evaluation"):
+        with self.timer("evaluation"):
             for name, sequences in self._data.held_out.items():
                 losses[metric_names.held_out_loss(name)] = self._mean_loss(sequences)
         return losses
 
     def _mean_loss(self, sequences: Sequence[Turns]) -> float:
-        chunk_size = self._config.training.sequences_per_step
+        chunk_size = self.config.training.sequences_per_step
         own_sum = 0.0
         tokens = 0
         for start in range(0, len(sequences), chunk_size):
-            samples = [_trajectory(turns) for turns in sequences[start : start + chunk_size]]
-            tokens += sum(sample.sampled for sample in samples)
-            for log_probs in self._trainer.log_probs(self._own_batches(samples)):
+            batches, chunk_tokens = self._own_batches(sequences[start : start + chunk_size])
+            tokens += chunk_tokens
+            for log_probs in self.trainer.log_probs(batches):
                 own_sum -= log_probs.double().sum().item()
         # All ranks of a replica have the same sum.
-        sum_of_replica = dict(all_gather_json([self._trainer.topology.dp_rank, own_sum]))
+        sum_of_replica = dict(all_gather_json([self.trainer.topology.dp_rank, own_sum]))
         return sum(sum_of_replica.values()) / tokens
 
-    def _own_batches(self, samples: Sequence[Trajectory]) -> list[PackedBatch]:
-        """Divide ``samples`` among the replicas, and return this replica's micro-batches."""
-        positions, _ = self._layout.divide(samples, self._config.training.micro_batch_tokens)
-        return [self._layout.pack(samples, part) for part in positions[self._layout.dp_rank]]
+    def _own_batches(self, sequences: Sequence[Turns]) -> tuple[list[PackedBatch], int]:
+        """Return this replica's micro-batches of ``sequences``, and the response tokens of all replicas."""
+        layout = self._layout
+        samples = [_trajectory(turns) for turns in sequences]
+        positions, _ = layout.divide(samples, self.config.training.micro_batch_tokens)
+        batches = [layout.pack(samples, part) for part in positions[layout.dp_rank]]
+        return batches, sum(sample.sampled for sample in samples)
 
     def _record(self, values: Mapping[str, float]) -> None:
-        """Write the metrics of the present step, with the seconds of its phases. Raises RecordingError."""
-        figures = {**values, **self._checkpoints.store.figures(), **self._timer.finish_step()}
-        self._recorder.write(self._state.step, figures)
-        self._recorder.check()
+        """Write the metrics of the present step, with the seconds of its phases."""
+        figures = {**values, **self.checkpoints.store.figures(), **self.timer.finish_step()}
+        self.recorder.write(self.state.step, figures)
 
     def _require_no_export(self) -> None:
         """Raise CheckpointError if an export is there, and no checkpoint that it belongs to."""
-        out = Path(self._config.run.directory) / records.EXPORT_FOLDER
+        out = Path(self.config.run.directory) / records.EXPORT_FOLDER
         if any_rank(out.exists()):
             raise CheckpointError(f"{out}: there already; remove it, or name another run.directory")
-
-    def _save(self) -> None:
-        """Start writing a checkpoint of this step, after the previous checkpoint is complete."""
-        state = self._state
-        with self._timer("checkpoint"), patience("others save"):
-            state.records = on_rank_0(partial(self._recorder.mark, state.step))
-            self._checkpoints.save(state, self._trainer.weights_digest())
-
-    def _leave_checkpoint(self) -> None:
-        """Leave a complete checkpoint of this step, unless the run has made no step."""
-        if self._state.step > self._checkpoints.saved_step:
-            self._save()
-        with patience("others save"):
-            self._checkpoints.store.finish()
 
 
 def _identity(config: SupervisedConfig, sequences: Sequence[Turns]) -> dict[str, object]:

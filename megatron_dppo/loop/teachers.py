@@ -28,6 +28,7 @@ from megatron_dppo.fleet.endpoint import RecordClient
 from megatron_dppo.fleet.generation import Slots
 from megatron_dppo.fleet.teachers import TeacherClient
 from megatron_dppo.loop.inputs import RunData
+from megatron_dppo.loop.scorer import PlaceOf
 from megatron_dppo.metrics import records
 from megatron_dppo.spec import RunSpec
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -130,37 +131,33 @@ class TeacherPrompts:
         settings = config.data
         form = PromptForm(settings.apply_chat_template, arguments=settings.chat_template_arguments)
         key = f"{key_of(name)}.prompt_template"
-        texts: list[str] = []
-        for problem in problems:
-            try:
-                texts.append(filled(teacher.prompt_template, problem))
-            except KeyError as error:
-                raise DataError(
-                    f"{data.place_of(problem.prompt_ids)}: {key}: {error.args[0]}"
-                ) from error
-        most = longest_prompt(config, teacher)
+        place_of = data.place_of
+        texts = [filled(teacher.prompt_template, problem, key, place_of) for problem in problems]
         locations = [f"{key} for problem {problem.problem_id}" for problem in problems]
+        most = longest_prompt(config, teacher)
         prompts = tokenise(tokenizer, texts, form, locations)
         for problem, prompt in zip(problems, prompts, strict=True):
             if len(prompt) > most:
                 raise DataError(
-                    f"{data.place_of(problem.prompt_ids)}: {key}: got a prompt of {len(prompt)} tokens, expected at "
+                    f"{place_of(problem.prompt_ids)}: {key}: got a prompt of {len(prompt)} tokens, expected at "
                     f"most {most} ({key_of(name)}.max_prompt_tokens)"
                 )
             self._prompts[problem.problem_id] = prompt
 
 
-def filled(template: str, problem: Problem) -> str:
+def filled(template: str, problem: Problem, key: str, place_of: PlaceOf) -> str:
     """Return ``template`` with the problem's texts for ``{prompt}``, ``{answer}`` and each ``{NAME}`` of its metadata.
 
-    Raises KeyError, with the fault, for another name in braces.
+    Raises DataError, with the problem's place and ``key``, for another name in braces.
     """
     values = {**problem.metadata, "prompt": problem.prompt, "answer": problem.answer}
 
     def value_of(match: re.Match[str]) -> str:
         if match[1] not in values:
             names = ", ".join(sorted(map(str, values)))
-            raise KeyError(f"got {match[0]}, expected one of {names} in braces")
+            raise DataError(
+                f"{place_of(problem.prompt_ids)}: {key}: got {match[0]}, expected one of {names} in braces"
+            )
         return str(values[match[1]])
 
     return _FIELD.sub(value_of, template)

@@ -111,7 +111,7 @@ def test_a_batch_without_room_is_an_error_and_is_saved_later(tmp_path: Path) -> 
     folder.write_text("a file in the place of the folder")
     records.save_batch(1, BATCH, LEARNER, None)
     with pytest.raises(RecordingError, match=f"rollout.save: {folder}"):
-        records.check()
+        records.recorder.check()
     folder.unlink()
     records.save_lost_batch()
     (saved,) = SavedBatch(folder, 1).read([0])
@@ -121,6 +121,6 @@ def test_a_batch_without_room_is_an_error_and_is_saved_later(tmp_path: Path) -> 
 def test_ranks_other_than_0_save_no_batch(tmp_path: Path) -> None:
     records = step_records(tmp_path, rank=1)
     records.save_batch(1, BATCH, LEARNER, None)
-    records.check()
+    records.recorder.check()
     records.save_lost_batch()
     assert not (tmp_path / "rollouts").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,14 @@ def test_a_single_teacher_has_problems_without_a_name(tmp_path: Path) -> None:
 
 def test_an_inserted_text_is_not_a_template() -> None:
     problem = Problem(0, "p", "a", (1,), metadata={"hint": "{answer}"})
-    assert filled("{prompt} {hint} {} {answer}", problem) == "p {answer} {} a"
-    with pytest.raises(KeyError, match=r"got {secret}, expected one of answer, hint, prompt"):
-        filled("{secret}", problem)
+
+    def place_of(prompt_ids: Sequence[int]) -> str:
+        return f"line of {prompt_ids}"
+
+    assert filled("{prompt} {hint} {} {answer}", problem, "key", place_of) == "p {answer} {} a"
+    fault = r"line of \(1,\): key: got {secret}, expected one of answer, hint, prompt"
+    with pytest.raises(DataError, match=fault):
+        filled("{secret}", problem, "key", place_of)
 
 
 def test_unknown_teachers_names_and_long_prompts_are_refused_by_line(tmp_path: Path) -> None:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.config import ConfigError, SupervisedConfig, TrainConfig, load_as, load_config
 from megatron_dppo.config.loading import read_with_bases
-from megatron_dppo.config.schema import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    DataConfig,
-    PolicyConfig,
-    RolloutConfig,
-    TrainingConfig,
-)
+from megatron_dppo.config.schema import PolicyConfig
 
 _SEQUENCES = "sequences_per_step"
 """Key of ``training`` that only a supervised recipe has."""
@@ -44,23 +38,25 @@ def as_replayed(config: SupervisedConfig) -> TrainConfig:
     The longest sequence has ``training.micro_batch_tokens`` tokens, and all its tokens count as a response's. A group
     has two sequences, the smallest group that there is, so that an odd number of sequences counts as one more.
     """
-    shared = {name: getattr(config, name) for name in PolicyConfig.model_fields}
+    shared = config.model_dump(include=set(PolicyConfig.model_fields))
     training = config.training
     groups = -(-training.sequences_per_step // _GROUP)
     longest = training.micro_batch_tokens
-    shared["training"] = TrainingConfig(
-        prompts_per_mini_batch=groups, micro_batch_tokens=longest, recompute=training.recompute
-    )
-    return TrainConfig(
-        **shared,
-        data=DataConfig(train=config.data.train, max_prompt_tokens=1),
-        rollout=RolloutConfig(
-            prompts_per_step=groups,
-            group_size=_GROUP,
-            max_response_tokens=max(1, longest - 1),
-            replay_from=config.data.train,
-        ),
+    replayed_sections: dict[str, Any] = {
+        "training": {
+            "prompts_per_mini_batch": groups,
+            "micro_batch_tokens": longest,
+            "recompute": training.recompute,
+        },
+        "data": {"train": config.data.train, "max_prompt_tokens": 1},
+        "rollout": {
+            "prompts_per_step": groups,
+            "group_size": _GROUP,
+            "max_response_tokens": max(1, longest - 1),
+            "replay_from": config.data.train,
+        },
         # Without a recomputed policy, a step has one forward pass.
-        algorithm=AlgorithmConfig(name="pg-is"),
-        checkpoint=CheckpointConfig(every=config.checkpoint.every),
-    )
+        "algorithm": {"name": "pg-is"},
+        "checkpoint": {"every": config.checkpoint.every},
+    }
+    return TrainConfig.model_validate(shared | replayed_sections)

@@ -54,7 +54,7 @@ def make_turns(
     evaluation = dict(zip(data.evaluation, held_out, strict=True))
     form = PromptForm(data.apply_chat_template, arguments=data.chat_template_arguments)
     written = data.model_copy(update={"train": train, "evaluation": evaluation})
-    longest = TurnSets.load(written, tokenizer, form).longest
+    longest = TurnSets.of_files(written, tokenizer, form).longest
     return Problems((train,), evaluation, longest, tuple(absent))
 
 
