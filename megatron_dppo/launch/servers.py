@@ -131,7 +131,7 @@ def supervised_fleet(
     maker = _ServerMaker(config, spec.servers, directory, keys, seed, starts)
 
     # A colocated trainer allows servers to start once it has left the devices.
-    directory.fleet.allow_starts(engine.placement == "separate")
+    directory.fleet.allow_starts(not spec.roles.colocated)
     new_budget = partial(RestartBudget, engine.max_restarts, engine.restart_window_s)
     servers: list[SupervisedServer] = []
     for server in placement.servers:
