@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ class WeightPlan:
         received_mean: The mean of these bytes over the engine GPUs.
         steps: Sum over all steps of the bytes of the step's largest message that enters a node. A port that receives at
             r bytes/s needs at most the sum / r seconds for all messages.
+        planning_s: CPU seconds of this machine for the plan. Every trainer and engine rank computes the plan.
         problems: The reasons why the update would be incomplete or wrong, one line for each.
     """
 
@@ -47,6 +49,7 @@ class WeightPlan:
     received: int
     received_mean: float
     steps: int
+    planning_s: float
     problems: tuple[str, ...]
 
     def lines(self) -> Iterator[str]:
@@ -63,6 +66,10 @@ class WeightPlan:
             f"the busiest trainer rank sends {gib(self.sent)} (mean {gib(self.sent_mean)}), the busiest engine GPU "
             f"receives {gib(self.received)} (mean {gib(self.received_mean)})"
         )
+        yield (
+            f"every rank plans the first update, and the next one when the servers have changed: {self.planning_s:.1f} "
+            "CPU s on this machine"
+        )
         yield "\n".join(self.problems) or "every element arrives once"
 
 
@@ -72,6 +79,7 @@ def weight_plan(facts: RunFacts, cluster: Cluster) -> WeightPlan:
     tensor = facts.engine.layout.tensor
     servers = range(facts.engine.started)
     hosts = [server // servers_of_node(facts, cluster) for server in servers]
+    start_s = time.process_time()
     plan = shard_plan(
         trainer.shape,
         trainer.layout,
@@ -81,6 +89,7 @@ def weight_plan(facts: RunFacts, cluster: Cluster) -> WeightPlan:
         quantized=facts.engine.is_quantized,
         hosts=hosts,
     )
+    planning_s = time.process_time() - start_s
     tensors = hf_tensors(trainer.shape)
     weights = 0
     for name, dims in tensors.items():
@@ -98,6 +107,7 @@ def weight_plan(facts: RunFacts, cluster: Cluster) -> WeightPlan:
         received=max(plan.received.values()),
         received_mean=sum(plan.received.values()) / len(plan.kept),
         steps=sum(plan.step_bytes),
+        planning_s=planning_s,
         problems=tuple(_faults(plan, facts)),
     )
 

@@ -91,4 +91,5 @@ def test_the_command_prints_it(capsys):
     assert main([*words, *models]) == 0
     out = capsys.readouterr().out
     assert out.startswith("64 ranks, 18867 tensors")
+    assert re.search(r"servers have changed: \d+\.\d CPU s on this machine\n", out)
     assert out.endswith("once\n")
