@@ -90,7 +90,8 @@ def test_the_pairs_of_a_supervised_run_may_be_a_folder_or_a_glob(tmp_path, patte
 
 
 def test_a_supervised_run_is_refused_what_every_run_is_refused(tmp_path):
-    """A file in place of the run's folder, a set whose name can't name a metric, and an unknown tracker."""
+    """A file in place of the run's folder, a set whose name can't name a metric, an unknown tracker, and weights that
+    are no safetensors file."""
     tree = minimal(tmp_path)
     data = tree["data"]["train"]
     tree["data"] = {"train": data, "evaluation": {"a/b": data}}
@@ -102,7 +103,7 @@ def test_a_supervised_run_is_refused_what_every_run_is_refused(tmp_path):
     with pytest.raises(ConfigError) as caught:
         check_everything_supervised(config, "supervised.yaml")
     keys = [fault.partition(":")[0] for fault in caught.value.faults]
-    assert keys == ["run.directory", "data.evaluation", "tracking.trackers"]
+    assert keys == ["run.directory", "data.evaluation", "tracking.trackers", "model.hf_checkpoint"]
 
 
 @pytest.mark.parametrize(
