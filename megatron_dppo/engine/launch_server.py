@@ -38,7 +38,7 @@ from megatron_dppo.system.toolkit import (
     tool_path,
 )
 
-CHANGES = (
+HOOK_MODULES = (
     "megatron_dppo.engine.server.recordings",
     "megatron_dppo.engine.server.continuation",
     "megatron_dppo.weights.server.weight_groups",
@@ -191,7 +191,7 @@ def _change_sglang() -> None:
     redact_server_args()
     keep_snapshots_private()
     bind_stores()
-    for name in CHANGES:
+    for name in HOOK_MODULES:
         importlib.import_module(name).register()
 
 

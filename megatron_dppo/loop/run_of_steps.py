@@ -1,4 +1,4 @@
-"""What a run of either kind does around its steps on one rank: it ends, stops, and leaves checkpoints behind."""
+"""A run of either kind on one rank takes its steps, ends or stops, and leaves checkpoints behind."""
 
 from __future__ import annotations
 

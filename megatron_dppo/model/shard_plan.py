@@ -260,12 +260,12 @@ def shard_plan(
     for server, host in zip(servers, hosts or range(len(servers)), strict=True):
         rank_hosts += [host] * server.tensor
     engine_blocks = _engine_blocks(shape, servers, quantized=quantized)
-    columns = _columns(servers, engine_blocks)
+    first_ranks = _first_ranks(servers)
+    columns = _columns(first_ranks, engine_blocks)
     order = _engine_order(engine_blocks)
     # Servers of one layout keep the same, so the ranks of the first of them are counted.
-    first_ranks = {server: ranks[0] for server, ranks in _first_ranks(servers).items()}
     counted_ranks: set[int] = set()
-    for server, first_rank in first_ranks.items():
+    for server, (first_rank, *_) in first_ranks.items():
         counted_ranks.update(range(first_rank, first_rank + server.tensor))
     slices: dict[range, dict[Column, list[_Sized]]] = {}
     kept = Counter[int]()
@@ -296,7 +296,7 @@ def shard_plan(
     turned = _with_turns((message for _, message in messages), rank_hosts)
     kept_by_rank: list[int] = []
     for server in servers:
-        kept_by_rank += [kept[first_ranks[server] + rank] for rank in range(server.tensor)]
+        kept_by_rank += [kept[first_ranks[server][0] + rank] for rank in range(server.tensor)]
     return ShardPlan(tuple(_with_steps(turned, rank_hosts)), tuple(rank_hosts), tuple(kept_by_rank))
 
 
@@ -374,16 +374,19 @@ def _first_ranks(servers: Iterable[EngineLayout]) -> Mapping[EngineLayout, list[
 
 
 def _columns(
-    servers: Iterable[EngineLayout], engine_blocks: EngineBlocks
+    first_ranks: Mapping[EngineLayout, list[int]], engine_blocks: EngineBlocks
 ) -> Mapping[str, list[tuple[Segment, Column]]]:
-    """Return the different blocks of each tensor that servers hold, each with the ranks that hold it."""
+    """Return the different blocks of each tensor that servers hold, each with the ranks that hold it.
+
+    ``first_ranks``: the result of ``_first_ranks``.
+    """
     holders: dict[Segment, list[int]] = {}
-    """The ranks that hold a block in the first server of each layout."""
+    """A block -> the ranks that hold it in the first server of each layout."""
     ranks_of: dict[int, list[int]] = {}
-    """For each rank of these servers, the ranks in its place in all servers of the layout."""
-    for server, first_ranks in _first_ranks(servers).items():
+    """A rank of the first server of a layout -> the ranks in its place in all servers of this layout."""
+    for server, server_starts in first_ranks.items():
         for rank, blocks in enumerate(engine_blocks[server]):
-            ranks = [first_rank + rank for first_rank in first_ranks]
+            ranks = [start + rank for start in server_starts]
             ranks_of[ranks[0]] = ranks
             for block in set(blocks):
                 holders.setdefault(block, []).append(ranks[0])
@@ -581,7 +584,7 @@ def prove_shards(
     if quantized:
         dims_of = quantization.stored_tensors(dims_of)
     engine_blocks = _engine_blocks(shape, servers, quantized=quantized)
-    for name, columns in _columns(servers, engine_blocks).items():
+    for name, columns in _columns(_first_ranks(servers), engine_blocks).items():
         for block, ranks in columns:
             location = f"{name} from index {block.hf_start} of dim {block.dim}"
             parts_by_column = arrived.pop(block, {})

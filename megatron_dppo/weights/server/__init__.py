@@ -1,1 +1,4 @@
-"""What a weight update runs in a server's processes. Each module changes SGLang by its hooks (``engine.server``)."""
+"""The modules here run in a server's processes. They receive, place and report weights, by hooks that change SGLang.
+
+As in ``engine.server``, a module also has what a client must know of its change.
+"""
