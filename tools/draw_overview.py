@@ -181,7 +181,7 @@ PROCESSES = {
         -0.9,
         "agent, one an episode",
         "your program or function",
-        "environments/agents.py",
+        "agents/agent.py",
         LOOP,
         width=2.5,
     ),

@@ -31,7 +31,7 @@ from tests.integration.runs import write_material  # noqa: E402
 
 PAGE = ROOT / "docs" / "overview.md"
 TRACE_FOLDER = ROOT / "tools" / "trace"
-HELPERS = ("system/", "config/", "trainer/cpu/", "engine/sglang_cpu/", "logging.py", "__init__.py")
+HELPERS = ("system/", "config/", "cpu/", "logging.py", "__init__.py")
 _OVERRIDES = ("run.steps=2", "evaluation.every=9", "checkpoint.every=9")
 """Overrides of the traced run: two steps, without an evaluation or a checkpoint between them."""
 SUPERVISOR = "supervisor"
@@ -87,7 +87,7 @@ _KINDS = {
     "megatron_dppo.rewards": "reward worker",
     "megatron_dppo.engine.launch_server": "server",
     # The process that forks servers, and the forked servers.
-    "megatron_dppo.engine.sglang_cpu.libraries": "server",
+    "megatron_dppo.cpu.engine.libraries": "server",
     "sglang_router": "router",
     "multiprocessing": "server",
 }

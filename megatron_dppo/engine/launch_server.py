@@ -9,7 +9,7 @@ names of all hosts and of this process's host.
 
 The kernel ends this process when the thread that started it ends (``system.processes``). When this process ends, the
 kernel ends the processes that SGLang has started. On a CPU this process may be a fork (``system.fork_server``), and
-SGLang's processes are forks of this process (``sglang_cpu/forks.py``).
+SGLang's processes are forks of this process (``cpu/engine/forks.py``).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ ProgressCallback = Callable[[float, str], None]
 """Function that is called with the seconds waited and the stage of the server's start, in words."""
 
 MODULE = "megatron_dppo.engine.launch_server"
-LIBRARIES = "megatron_dppo.engine.sglang_cpu.libraries"
+LIBRARIES = "megatron_dppo.cpu.engine.libraries"
 """The module whose imports forked servers share."""
 _POLL_SECONDS = 0.25
 _PROGRESS_SECONDS = 1.0

@@ -1,7 +1,7 @@
 """Environments answer and reward the policy's turns. This module has the interface and two small environments.
 
-To add an environment, write a class (``docs/environments.md``). An environment of this package also needs a row in
-``ENVIRONMENTS``. This module imports no environment's libraries.
+To add an environment, write a class (``docs/environments.md``). This package registers its own environments as other
+packages do: by entry points. This module imports no environment's libraries.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron_dppo.data.thoughts import DEFAULT_MARKS, Marks
@@ -267,25 +268,15 @@ def _value(node: ast.expr) -> int:
     return value
 
 
-ENVIRONMENTS: dict[str, str] = {
-    "single-turn": "megatron_dppo.environments:SingleTurn",
-    "calculator": "megatron_dppo.environments:Calculator",
-    "over-http": "megatron_dppo.environments.over_http:OverHttp",
-    "agent": "megatron_dppo.environments.agents:Agent",
-    "python": "megatron_dppo.environments.python_sandbox:Python",
-    "by-problem": "megatron_dppo.environments.by_problem:ByProblem",
-}
-"""Path ``package.module:Class`` of each environment by its name."""
-
-
+@cache
 def find_environment(name: str) -> Callable[..., Environment]:
-    """Find an environment's class by its name in ``ENVIRONMENTS``, its entry point's name, or ``package.module:Class``.
+    """Find an environment's class by its entry point's name, or by ``package.module:Class``.
 
     Raises ValueError for any other name, and if the class can't be imported.
     """
     form = "package.module:Class"
     environment: Callable[..., Environment] = plugins.import_part(
-        "environment", ENVIRONMENTS.get(name, name), plugins.ENVIRONMENTS, ENVIRONMENTS, form
+        "environment", name, plugins.ENVIRONMENTS, (), form
     )
     return environment
 

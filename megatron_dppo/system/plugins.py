@@ -47,6 +47,8 @@ them."""
 METRICS = "megatron_dppo.metrics"
 """Rows of metrics (``megatron_dppo.metrics.row.Metric``), as ``tracking.metrics: [package.module:ROW]`` takes
 them."""
+STAND_INS = "megatron_dppo.stand_ins"
+"""Modules of this package that stand in for CUDA and for Transformer Engine's layers (``megatron_dppo.cpu``)."""
 FAMILIES = "megatron_dppo.families"
 """Model families (``megatron_dppo.model.families.Family``) by the ``model_type`` of their config.json."""
 

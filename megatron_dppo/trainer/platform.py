@@ -27,7 +27,7 @@ import torch
 
 from megatron_dppo.model.layout import LayoutFault, LayoutSizes
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.system import gpus, toolkit
+from megatron_dppo.system import gpus, plugins, toolkit
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.scratch import FileBuffer
 
@@ -151,14 +151,20 @@ def prepare() -> None:
     if has_cuda():
         _environment_lines.append(_WGRAD_LINES[fused_weight_gradients()])
         if not has_transformer_engine():
-            from megatron_dppo.trainer.cpu import megatron_shim
-
             _environment_lines.append(_TORCH_LAYERS_LINE)
-            megatron_shim.patch_torch_layers()
+            _stand_in("megatron_shim").patch_torch_layers()
     else:
-        from megatron_dppo.trainer.cpu import megatron_shim
+        _stand_in("megatron_shim").install()
 
-        megatron_shim.install()
+
+def _stand_in(name: str) -> Any:
+    """Import a stand-in for CUDA or for Transformer Engine's layers, a module that has an entry point."""
+    return plugins.load_plugin(plugins.find_plugins(plugins.STAND_INS)[name])
+
+
+def _torch_layers() -> Any:
+    """Import the layers of torch modules: ``decoder_spec`` and ``layout_faults``, as in ``Platform``."""
+    return _stand_in("torch_layers")
 
 
 def has_transformer_engine() -> bool:
@@ -389,31 +395,29 @@ def _cuda() -> Platform:
 
 def _with_torch_layers(cuda: Platform) -> Platform:
     """Return ``cuda`` with layers of torch modules in place of Transformer Engine's layers."""
-    from megatron_dppo.trainer.cpu.layer_spec import decoder_spec, layout_faults
-
     unfused = {
         "apply_rope_fusion": False,
         "moe_permute_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
     }
+    layers = _torch_layers()
     return replace(
         cuda,
-        decoder_spec=decoder_spec,
+        decoder_spec=layers.decoder_spec,
         recomputed=_torch_recomputed,
         transformer_options={**cuda.transformer_options, **unfused},
-        layout_faults=layout_faults,
+        layout_faults=layers.layout_faults,
     )
 
 
 def _cpu() -> Platform:
     """Return the Platform of a machine without a GPU."""
-    from megatron_dppo.trainer.cpu.layer_spec import decoder_spec, layout_faults
-
+    layers = _torch_layers()
     return Platform(
         device=torch.device("cpu"),
         distributed_backend="gloo",
-        decoder_spec=decoder_spec,
+        decoder_spec=layers.decoder_spec,
         recomputed=_torch_recomputed,
         transformer_options={
             "use_cpu_initialization": True,
@@ -429,5 +433,5 @@ def _cpu() -> Platform:
             "batch_p2p_comm": False,
             "overlap_p2p_comm": False,
         },
-        layout_faults=layout_faults,
+        layout_faults=layers.layout_faults,
     )

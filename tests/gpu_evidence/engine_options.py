@@ -64,9 +64,9 @@ def pretend() -> None:
     """Make this process see a node with eight H100."""
     import torch
 
-    from megatron_dppo.engine import sglang_cpu
+    from megatron_dppo.cpu import engine
 
-    sglang_cpu._make_torchvision_importable()
+    engine._make_torchvision_importable()
     os.environ.pop("SGLANG_PLATFORM", None)
     os.environ["PATH"] = os.defpath  # SGLang must not find this machine's nvidia-smi
     inert.provide(*CUDA_ONLY)

@@ -21,6 +21,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from megatron_dppo.agents import programs, server
+from megatron_dppo.agents.agent import Agent
+from megatron_dppo.agents.conversation import Conversation
+from megatron_dppo.agents.programs import AgentSession, _run_command, result_of
 from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.seal import Origin
 from megatron_dppo.data.trajectory import Trajectory
@@ -29,15 +33,10 @@ from megatron_dppo.environments import (
     PolicyFormat,
     Step,
     Turn,
-    agent_programs,
-    agent_server,
     check_environment,
     makes_prompts,
 )
 from megatron_dppo.environments import sandbox as sandbox_module
-from megatron_dppo.environments.agent_conversation import Conversation
-from megatron_dppo.environments.agent_programs import AgentSession, _run_command, result_of
-from megatron_dppo.environments.agents import Agent
 from megatron_dppo.environments.episodes import Episodes
 from megatron_dppo.environments.sandbox import SandboxError
 from megatron_dppo.system.processes import child_ids, process_start
@@ -296,7 +295,7 @@ def test_a_command_gets_no_keys(monkeypatch):
 def sandbox() -> None:
     """Skip the test if this machine has no sandbox, or let it fail if ``CI`` is set."""
     try:
-        agent_programs.check_sandbox(())
+        programs.check_sandbox(())
     except SandboxError as error:
         if os.environ.get("CI"):
             pytest.fail(str(error))
@@ -483,7 +482,7 @@ async def session(
 ) -> AsyncIterator[tuple[AsyncOpenAI, Conversation]]:
     """Serve a conversation in which the policy answers with ``turns``, and yield a client with the session's key."""
     conversation = Conversation(**{"policy_format": PolicyFormat("hermes"), **options})
-    runner, url = await agent_server.serve(conversation, key, "127.0.0.1")
+    runner, url = await server.serve(conversation, key, "127.0.0.1")
 
     async def policy() -> None:
         for turn in turns:

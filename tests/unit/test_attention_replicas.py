@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from megatron_dppo.engine.sglang_cpu import attention_replicas
+from megatron_dppo.cpu.engine import attention_replicas
 
 
 def test_a_padded_row_reads_the_first_slot_and_nothing_else() -> None:

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.engine.protocol import SamplingParams
-from megatron_dppo.engine.sglang_cpu import matrix_products
-from megatron_dppo.engine.sglang_cpu.matrix_products import ROWS, blocked_addmm, blocked_mm
-from megatron_dppo.engine.sglang_cpu.sampling import (
+from megatron_dppo.cpu.engine import matrix_products
+from megatron_dppo.cpu.engine.matrix_products import ROWS, blocked_addmm, blocked_mm
+from megatron_dppo.cpu.engine.sampling import (
     FilteredSampling,
     filtered,
     multinomial_with_seed,
     murmur_hash32,
 )
+from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 
 SEEDS = np.array([0, 1, 42, 2**40 + 7, 2**63 - 1])
@@ -75,7 +75,7 @@ def test_a_bias_and_both_factors_count():
 
 CHECK_LAYERS = """
 import torch
-from megatron_dppo.engine.sglang_cpu import matrix_products
+from megatron_dppo.cpu.engine import matrix_products
 matrix_products.enable()
 matrix_products.enable()
 torch.manual_seed(0)

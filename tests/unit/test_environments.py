@@ -20,7 +20,6 @@ from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.trajectory import FinishReason, Outline, Problem, Trajectory
 from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
 from megatron_dppo.environments import (
-    ENVIRONMENTS,
     Calculator,
     ChatCall,
     EnvironmentFaultError,
@@ -42,6 +41,7 @@ from megatron_dppo.loop.rollout_figures import GroupRow
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import score_on_arrival
 from megatron_dppo.rewards.verifier import Score
+from megatron_dppo.system import plugins
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.chat_templates import reader_of
 from tests.messages import mentioning, mentions
@@ -137,7 +137,8 @@ def play(
 ) -> tuple[list[Trajectory], Episodes]:
     """Play an episode of each of the problems 0, 1, ..., two at a time, with environments in one worker process.
     ``environment``: a name of the table, or a class in PLANTED. Returns the trajectories and the Episodes."""
-    name = environment if environment in ENVIRONMENTS else f"{PLANTED}:{environment}"
+    is_registered = environment in plugins.targets(plugins.ENVIRONMENTS)
+    name = environment if is_registered else f"{PLANTED}:{environment}"
     spec = EnvironmentSpec(name, options, timeout_s, memory_gib, sampling=sampling or {})
     pool = EnvironmentPool(spec, workers=1)
     episodes = Episodes(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.block_fp8 import DTYPE, quantize
-from megatron_dppo.engine.sglang_cpu.block_fp8_layers import dispatch_linear, experts_output
+from megatron_dppo.cpu.engine.block_fp8_layers import dispatch_linear, experts_output
 from megatron_dppo.model.quantization import BLOCK
 
 TOKENS, HIDDEN, INNER = 6, 2 * BLOCK, BLOCK

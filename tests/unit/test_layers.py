@@ -25,6 +25,7 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"engine"},
     {"environments"},
     {"fleet", "trainer", "weights"},
+    {"agents", "cpu"},
     {"families"},
     {"launch", "loop"},
     {"own_fleet"},
@@ -36,8 +37,14 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
 )
 ANNEXES = {"cluster", "diagnostics"}
 """Folders that no module outside them imports, so that the core works without them."""
+PLUGINS = {"agents", "cpu", "families"}
+"""Folders whose parts are found by entry points, as the parts of other packages are."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-OWNERS = {"megatron": ("trainer",), "sglang": ("engine", "weights/server"), "smg": ("fleet",)}
+OWNERS = {
+    "megatron": ("trainer", "cpu"),
+    "sglang": ("engine", "weights/server", "cpu/engine"),
+    "smg": ("fleet",),
+}
 """Folders that import a library."""
 FILES_OF_FAMILIES = {"megatron": "trainer.py", "sglang": "cpu_engine.py"}
 """Files of a family that import a library, too: its layers, and its parts of an engine on a CPU."""
@@ -95,9 +102,12 @@ def test_the_core_imports_no_annex(path):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_families_are_found_by_entry_points_alone(path):
-    names = [name for name in imported(path) if name.startswith("megatron_dppo.families")]
-    assert part_of(path) == "families" or not names
+def test_plugins_are_found_by_entry_points_alone(path):
+    """Only plugins, which are above the core, and annexes import a module of a plugin."""
+    if part_of(path) in ANNEXES | PLUGINS:
+        return
+    plugins = {f"megatron_dppo.{name}" for name in PLUGINS}
+    assert not [n for n in imported(path) if ".".join(n.split(".")[:2]) in plugins]
 
 
 @pytest.mark.parametrize("library", sorted(OWNERS))
@@ -115,9 +125,9 @@ def test_only_the_platform_module_asks_for_cuda():
     users = {
         str(p.relative_to(PACKAGE))
         for p in MODULES
-        if "cuda.is_available" in p.read_text() and "trainer/cpu" not in str(p)
+        if "cuda.is_available" in p.read_text() and p != PACKAGE / "cpu/megatron_shim.py"
     }
-    assert users <= {"trainer/platform.py", "engine/sglang_cpu/__init__.py"}
+    assert users <= {"trainer/platform.py", "cpu/engine/__init__.py"}
 
 
 def test_the_model_needs_no_torch():

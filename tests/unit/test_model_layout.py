@@ -11,6 +11,7 @@ import torch
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.config import schema as s
 from megatron_dppo.config.layout import layout_faults
+from megatron_dppo.cpu.torch_layers import layout_faults as cpu_layout_faults
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.layout import (
     Layout,
@@ -21,7 +22,6 @@ from megatron_dppo.model.layout import (
     size_faults,
 )
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.trainer.cpu.layer_spec import layout_faults as cpu_layout_faults
 from tests.small_shapes import DENSE, MOE
 
 

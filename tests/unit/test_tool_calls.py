@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.agents.conversation import _message_of, _read
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.records import DataError
 from megatron_dppo.engine import tool_parsers
@@ -24,7 +25,6 @@ from megatron_dppo.engine.tool_calls import (
 )
 from megatron_dppo.engine.tool_parsers import parser_names, sglang_parsers
 from megatron_dppo.environments import PolicyFormat, Turn
-from megatron_dppo.environments.agent_conversation import _message_of, _read
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.system import time_limit
 from tests.chat_templates import LLAMA3, QWEN3, QWEN3_THINKING

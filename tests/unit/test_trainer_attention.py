@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
+from megatron_dppo.cpu.torch_layers import packed_causal_attention
 from megatron_dppo.trainer.context_parallel import own_rows
-from megatron_dppo.trainer.cpu.layer_spec import packed_causal_attention
 from megatron_dppo.trainer.padded_batches import padding_plan
 
 
@@ -75,7 +75,7 @@ def test_plan_lives_as_long_as_its_tensor() -> None:
 
 @pytest.mark.parametrize(("lengths", "ranks"), [([3, 1, 5], 1), ([8, 4, 12], 2)])
 def test_rotary_of_packed_sequences_restarts_in_each(lengths: list[int], ranks: int) -> None:
-    from megatron_dppo.trainer.cpu.megatron_shim import _rotary_thd
+    from megatron_dppo.cpu.megatron_shim import _rotary_thd
 
     torch.manual_seed(0)
     t = torch.randn(sum(lengths), 2, 8)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dppo.cpu import megatron_shim
 from megatron_dppo.system import gpus
 from megatron_dppo.system.toolkit import TORCH_LAYERS_VARIABLE
 from megatron_dppo.trainer import platform
-from megatron_dppo.trainer.cpu import megatron_shim
 from tests.patience import run_patiently
 from tests.ranks import run_ranks
 

@@ -8,13 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from megatron_dppo.engine.server.ngram_drafts import (
-    ObservedTarget,
-    accepted_first,
-    detach_repetitions,
-    with_distinct_drafts,
-)
-from megatron_dppo.engine.sglang_cpu.speculation import (
+from megatron_dppo.cpu.engine.speculation import (
     fill_accepted_locations,
     fill_front_locations,
     link_trees,
@@ -22,6 +16,12 @@ from megatron_dppo.engine.sglang_cpu.speculation import (
     renormalized_top_p,
     verify_by_sampling,
     verify_greedily,
+)
+from megatron_dppo.engine.server.ngram_drafts import (
+    ObservedTarget,
+    accepted_first,
+    detach_repetitions,
+    with_distinct_drafts,
 )
 
 VOCABULARY = 5

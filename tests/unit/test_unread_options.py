@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.agents.conversation import Conversation
 from megatron_dppo.config import TrainConfig, load_config, resolved_yaml
 from megatron_dppo.data.problems import PromptForm, template_warnings
 from megatron_dppo.data.turn_ends import ResponseEnds
-from megatron_dppo.environments.agent_conversation import Conversation
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.unread_options import option_warnings
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer

@@ -179,7 +179,7 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
 
 
 def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
-    """Return the bytes of a layer of ``trainer/cpu``, measured by ``tests/distributed/test_planner_memory.py``.
+    """Return the bytes of a layer of ``cpu/``, measured by ``tests/distributed/test_planner_memory.py``.
 
     - ``rms_norm`` keeps two fp32 tensors as large as its input and one fp32 number for each row; the next module keeps
       the output, b.

@@ -316,7 +316,7 @@ def test_yarn_is_that_of_transformers(
 
 def attention_of_layer(folder: Path, layer: int) -> tuple[Any, GptOssAttention]:
     """Return the trainer's attention core of ``layer``, and transformers' attention with the same sinks."""
-    from megatron_dppo.trainer.cpu.layer_spec import TorchAttention
+    from megatron_dppo.cpu.torch_layers import TorchAttention
 
     shape, config = load_model_shape(folder), AutoConfig.from_pretrained(folder)
     transformer = build_config(shape, {})
@@ -396,7 +396,7 @@ def test_context_parallel_ranks_have_the_sinks_of_their_heads(
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("has_sinks", [True, False])
 def test_attention_of_packs_has_sinks_and_windows(window: int | None, has_sinks: bool) -> None:
-    from megatron_dppo.trainer.cpu.layer_spec import packed_attention_with_sinks
+    from megatron_dppo.cpu.torch_layers import packed_attention_with_sinks
     from megatron_dppo.trainer.padded_batches import padding_plan
 
     torch.manual_seed(0)

@@ -81,7 +81,7 @@ def test_processes_of_a_run_have_one_kind():
     for kind, (name, command) in examples.items():
         kinds = [k for k, is_of_kind in chaos.KINDS.items() if is_of_kind(name, command)]
         assert kinds == [kind]
-    fork_server = "python -m megatron_dppo.system.fork_server 5 megatron_dppo.engine.sglang_cpu"
+    fork_server = "python -m megatron_dppo.system.fork_server 5 megatron_dppo.cpu.engine"
     assert not any(of_kind("python", fork_server) for of_kind in chaos.KINDS.values())
 
 

@@ -29,7 +29,7 @@ def test_imports_and_targets_of_hooks_are_names_and_keys_of_the_configuration_ar
 
 def test_the_package_s_hooks_are_among_its_names():
     files = names_of_package()["sglang.srt.model_executor.model_runner.ModelRunner.load_model"]
-    assert "megatron_dppo/engine/sglang_cpu/platform.py" in files
+    assert "megatron_dppo/cpu/engine/platform.py" in files
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_walk_that_never_began_is_an_error():
         ("#  python -m megatron_dppo.train c.yaml", "supervisor"),
         ("# 0 python -m megatron_dppo.engine.launch_server --config x", "server"),
         (
-            "#  python -m megatron_dppo.system.fork_server megatron_dppo.engine.sglang_cpu.libraries",
+            "#  python -m megatron_dppo.system.fork_server megatron_dppo.cpu.engine.libraries",
             "server",
         ),
     ],

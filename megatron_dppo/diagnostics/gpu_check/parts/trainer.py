@@ -113,8 +113,8 @@ def _against(
 
 def _run_pass(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool) -> PassResult:
     """Run a forward and a backward pass of the model in ``folder`` on one rank."""
+    from megatron_dppo.cpu.torch_layers import decoder_spec
     from megatron_dppo.trainer import platform
-    from megatron_dppo.trainer.cpu.layer_spec import decoder_spec
     from megatron_dppo.trainer.hf_loading import load_hf
     from megatron_dppo.trainer.megatron_config import transformer_config
     from megatron_dppo.trainer.model import build_chunks

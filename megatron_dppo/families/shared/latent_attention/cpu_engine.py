@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dppo.engine.sglang_cpu.replacements import ATTENTION, replace
+from megatron_dppo.cpu.engine.replacements import ATTENTION, replace
 
 
 def get_rope(

@@ -16,7 +16,7 @@ import types
 import torch
 
 PLATFORM_NAME = "torch_cpu"
-_PLATFORM_CLASS = "megatron_dppo.engine.sglang_cpu.platform.TorchCpuPlatform"
+_PLATFORM_CLASS = "megatron_dppo.cpu.engine.platform.TorchCpuPlatform"
 _TORCHVISION_MODULES = (
     "torchvision",
     "torchvision.io",

@@ -189,7 +189,7 @@ def patch_torch_layers() -> None:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
-    from megatron_dppo.trainer.cpu.layer_spec import WholeLinear
+    from megatron_dppo.cpu.torch_layers import WholeLinear
 
     # Latent attention recognises linears that are not divided among ranks by the class TELinear.
     multi_latent_attention.TELinear = WholeLinear

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import IO, Any
 
+from megatron_dppo.agents.conversation import MODEL
 from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.environments.agent_conversation import MODEL
 from megatron_dppo.environments.sandbox import ALLOW, SandboxError, sandboxed
 from megatron_dppo.system import processes, secret_variables
 from megatron_dppo.system.imports import ImportTargetError, import_target, is_async

@@ -18,18 +18,18 @@ from typing import Any
 
 from aiohttp import web
 
-from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.engine.tool_parsers import parser_names
-from megatron_dppo.environments import ChatCall, PolicyFormat, Step, Turn
-from megatron_dppo.environments.agent_conversation import MOST_BRANCHES, Conversation, unread_fields
-from megatron_dppo.environments.agent_programs import (
+from megatron_dppo.agents.conversation import MOST_BRANCHES, Conversation, unread_fields
+from megatron_dppo.agents.programs import (
     FUNCTION_PATH,
     AgentResult,
     AgentSession,
     agent_of,
     check_sandbox,
 )
-from megatron_dppo.environments.agent_server import serve
+from megatron_dppo.agents.server import serve
+from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.engine.tool_parsers import parser_names
+from megatron_dppo.environments import ChatCall, PolicyFormat, Step, Turn
 from megatron_dppo.system.network import host_fault
 
 _CANCEL_S = 5.0

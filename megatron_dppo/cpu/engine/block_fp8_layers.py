@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.block_fp8 import dequantize, round_activations
-from megatron_dppo.engine.sglang_cpu.local_experts import local_choices, require_plain_experts
+from megatron_dppo.cpu.engine.local_experts import local_choices, require_plain_experts
 from megatron_dppo.model.quantization import BLOCK
 
 

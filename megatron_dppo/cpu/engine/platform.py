@@ -12,8 +12,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from megatron_dppo.engine.server import hooks
-from megatron_dppo.engine.sglang_cpu import (
+from megatron_dppo.cpu.engine import (
     attention_replicas,
     block_fp8_layers,
     forks,
@@ -24,7 +23,8 @@ from megatron_dppo.engine.sglang_cpu import (
     shared_expert,
     speculation,
 )
-from megatron_dppo.engine.sglang_cpu.replacements import ATTENTION, replace
+from megatron_dppo.cpu.engine.replacements import ATTENTION, replace
+from megatron_dppo.engine.server import hooks
 from megatron_dppo.model.families import FAMILIES
 from megatron_dppo.system.imports import import_target
 from megatron_dppo.tensor_hash import tiled_hash

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megatron_dppo.environments.agent_conversation import MODEL, Conversation, RefusedCallError
+from megatron_dppo.agents.conversation import MODEL, Conversation, RefusedCallError
 from megatron_dppo.system.network import url_host
 
 _MAX_BODY_BYTES = 1 << 20

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_dppo.cpu.engine.sampling import filtered
 from megatron_dppo.engine.server import hooks
-from megatron_dppo.engine.sglang_cpu.sampling import filtered
 
 NGRAM = "NGRAM"
 ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend"
