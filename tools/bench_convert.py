@@ -26,7 +26,7 @@ import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES
 from megatron_dppo.checkpoint_conversion.hf_folder import write_hf_checkpoint
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+from megatron_dppo.convert.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.system.files import sync_folder

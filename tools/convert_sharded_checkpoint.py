@@ -25,9 +25,9 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     certificate_of,
     read_body,
 )
-from megatron_dppo.checkpoint_conversion.streaming import no_progress, write_megatron
 from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFile, TensorSpec
 from megatron_dppo.checkpoint_conversion.torch_dist import CheckedReader, assemble_rows
+from megatron_dppo.convert.streaming import no_progress, write_megatron
 from megatron_dppo.model.errors import CheckpointError, ModelError
 from megatron_dppo.model.gather_plan import Piece, gather_plan
 from megatron_dppo.model.layout import Layout

@@ -33,7 +33,7 @@ CODES = {
 }
 """Types that can be written -> their code in safetensors."""
 DTYPES = {code: dtype for dtype, code in CODES.items()} | {"U8": torch.uint8}
-"""Codes that can be read -> their type. 8-bit and 4-bit weights need their scales; ``quantized.py`` reads both."""
+"""Codes that can be read -> their type. Weights of 8 and 4 bits need their scales (``convert/quantized.py``)."""
 MAX_HEADER_BYTES = 100 << 20
 
 

@@ -76,7 +76,7 @@ def prepare(folder: str, cases: list[str]) -> dict[str, list[torch.Tensor]]:
     """Make and convert every model. Return transformers' log-probabilities of every next token."""
     from transformers import AutoModelForCausalLM
 
-    from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
+    from megatron_dppo.convert.streaming import hf_to_megatron
     from tests.tiny_models import save_tiny_model
 
     expected = {}

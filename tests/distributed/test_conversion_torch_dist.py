@@ -83,7 +83,7 @@ def save_run(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
+    from megatron_dppo.convert.streaming import hf_to_megatron
     from tests.tiny_models import save_tiny_model
 
     root = Path(tmp_path_factory.mktemp("torch_dist"))
@@ -103,7 +103,7 @@ def test_megatron_core_loads_what_was_written_without_it(folder):
 def test_a_checkpoint_of_a_training_run_becomes_hugging_faces(folder):
     from safetensors.torch import load_file
 
-    from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
+    from megatron_dppo.convert.streaming import megatron_to_hf
 
     run_ranks("tests.distributed.test_conversion_torch_dist:save_run", 2, str(folder), timeout=600)
     original = load_file(folder / "qwen3_moe" / "model.safetensors")

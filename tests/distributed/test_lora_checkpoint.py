@@ -215,8 +215,8 @@ def check_resumed(folder: Path, cases: list[str]) -> None:
 @pytest.mark.slow
 def test_adapters_of_delta_nets_are_resumed_and_converted(tmp_path: Path) -> None:
     """Each of two ranks holds three parts of B of a delta net's queries, keys and values."""
-    from megatron_dppo import convert
     from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
+    from megatron_dppo.convert import __main__ as convert
 
     prepare(str(tmp_path), "qwen3_next", "qwen3_5_moe")
     check_resumed(tmp_path, list(SLOW_LAYOUTS))
@@ -234,8 +234,8 @@ def test_adapters_of_delta_nets_are_resumed_and_converted(tmp_path: Path) -> Non
 
 def check_conversion_by_tool(folder: Path) -> None:
     """Assert that the tool converts and merges adapters of each kind of experts. It refuses other bases and routers."""
-    from megatron_dppo import convert
     from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
+    from megatron_dppo.convert import __main__ as convert
 
     for name in ("EP2", "shared TP2 EP2", "TP2 ETP2 distributed optimizer"):
         (step_folder,) = (p.parent for p in (folder / name).glob("*/manifest.json"))
@@ -290,8 +290,8 @@ def check_exports(folder: Path, family: str) -> torch.Tensor:
     transformers, and that the tool merges its adapters into the same weights."""
     from transformers import AutoModelForCausalLM
 
-    from megatron_dppo.checkpoint_conversion.adapters import merge_adapters
     from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
+    from megatron_dppo.convert.merging import merge_adapters
 
     found, *_ = run_ranks(f"{HERE}:export_worker", 2, str(folder), family, 2)
     log_probs: torch.Tensor = found["log_probs"]

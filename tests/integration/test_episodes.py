@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.convert import main as convert
+from megatron_dppo.convert.__main__ import main as convert
 from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.trajectory import Trajectory

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dppo.checkpoint_conversion.certificate import load_certificate
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.checkpoint_conversion.torch_dist import (
     combined_digest,
     open_checkpoint,
     tensor_digests,
 )
+from megatron_dppo.convert.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import gather_plan

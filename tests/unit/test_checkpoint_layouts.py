@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from megatron_dppo.checkpoint_conversion.certificate import load_certificate
-from megatron_dppo.checkpoint_conversion.quantized import open_weights
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
+from megatron_dppo.convert.quantized import open_weights
+from megatron_dppo.convert.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.model.errors import CheckpointError, ModelError, UnsupportedModelError
 from megatron_dppo.model.families import load_model_shape
 from tests.tiny_models import save_tiny_model, tensors_of

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader, write_hf_checkpoint
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+from megatron_dppo.convert.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.model.errors import CheckpointError, ModelError
 from megatron_dppo.model.families import load_model_shape
 from tests.tiny_models import save_tiny_model, tensors_of

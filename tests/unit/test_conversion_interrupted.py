@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.checkpoint_conversion import hf_folder
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, verify
 from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFile
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
-from megatron_dppo.convert import main
+from megatron_dppo.convert.__main__ import main
+from megatron_dppo.convert.streaming import hf_to_megatron, verify
 from megatron_dppo.model.errors import CheckpointError, ModelConfigError
 from megatron_dppo.model.families import load_model_shape
 from tests.tiny_models import save_hollow_model

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import load_certificate
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
-from megatron_dppo.convert import main
+from megatron_dppo.convert.__main__ import main
+from megatron_dppo.convert.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
@@ -132,7 +132,7 @@ def test_an_altered_certificate_or_original_is_noticed(moe_copy, tmp_path):
 PRINT_ADDED_MEMORY = """
 import sys
 from pathlib import Path
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+from megatron_dppo.convert.streaming import hf_to_megatron, megatron_to_hf, verify
 import torch; torch.zeros(1000).sum()
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

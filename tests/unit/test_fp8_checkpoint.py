@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from megatron_dppo import convert
 from megatron_dppo.block_fp8 import dequantize, quantize
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf
+from megatron_dppo.convert import __main__ as convert
+from megatron_dppo.convert.streaming import hf_to_megatron, megatron_to_hf
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from tests.tiny_models import save_tiny_model

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
+from megatron_dppo.convert.streaming import hf_to_megatron
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.hub_download import check_downloaded_files, hub_hash
 from tests.tiny_models import save_tiny_model

@@ -25,11 +25,11 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"engine"},
     {"environments"},
     {"fleet", "trainer", "weights"},
-    {"agents", "cpu"},
+    {"agents", "convert", "cpu"},
     {"families"},
     {"launch", "loop"},
     {"own_fleet"},
-    {"train", "supervised", "evaluate", "rollout", "convert"},
+    {"train", "supervised", "evaluate", "rollout"},
     {"demo"},
     {"__main__"},
     {"cluster"},
@@ -37,7 +37,7 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
 )
 ANNEXES = {"cluster", "diagnostics"}
 """Folders that no module outside them imports, so that the core works without them."""
-PLUGINS = {"agents", "cpu", "families"}
+PLUGINS = {"agents", "convert", "cpu", "families"}
 """Folders whose parts are found by entry points, as the parts of other packages are."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OWNERS = {

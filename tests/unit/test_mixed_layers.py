@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+from megatron_dppo.convert.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.model.adapters import (
     Adapters,
     adapter_faults,

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from megatron_dppo.checkpoint_conversion.certificate import load_certificate
 from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
 from megatron_dppo.checkpoint_conversion.hf_folder import write_hf_checkpoint
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
+from megatron_dppo.convert.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import hf_buckets_plan

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
+from megatron_dppo.convert.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
 from tests.planted_families import packing_family, planted

@@ -9,9 +9,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.checkpoint_conversion.adapters import PeftReader, merge_adapters, write_peft
+from megatron_dppo.checkpoint_conversion.adapters import PeftReader, write_peft
 from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
+from megatron_dppo.convert.merging import merge_adapters
 from megatron_dppo.launch.library_checks import check_everything
 from megatron_dppo.model.adapters import Adapters, adapter_tensors
 from megatron_dppo.model.errors import CheckpointError

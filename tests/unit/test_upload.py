@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from megatron_dppo.checkpoint_conversion.uploading import export_files
 from megatron_dppo.config import ConfigError, load_config
-from megatron_dppo.convert import main
+from megatron_dppo.convert.__main__ import main
 from megatron_dppo.launch.library_checks import check_everything
 from tests.messages import mentions
 from tests.patience import run_patiently

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint, tensor_digests
 from megatron_dppo.config import load_config
+from megatron_dppo.convert.streaming import hf_to_megatron
 from megatron_dppo.data.batch_file import SavedBatch
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.loop import run_rank

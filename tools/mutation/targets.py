@@ -60,7 +60,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "checkpoint_conversion/dist_reading.py": CONVERSION,
     "checkpoint_conversion/dist_writing.py": CONVERSION,
     "checkpoint_conversion/hf_folder.py": CONVERSION,
-    "checkpoint_conversion/streaming.py": CONVERSION,
+    "convert/streaming.py": CONVERSION,
     "checkpoint_conversion/tensor_store.py": CONVERSION,
     "checkpoint_conversion/torch_dist.py": CONVERSION,
     "trainer/checkpoint/state.py": ("checkpoint_state",),

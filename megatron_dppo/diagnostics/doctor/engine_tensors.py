@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.block_fp8 import DTYPE, block_checksums, encode
-from megatron_dppo.checkpoint_conversion.quantized import open_weights
+from megatron_dppo.convert.quantized import open_weights
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.quantization import BLOCK, SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shape import ModelShape

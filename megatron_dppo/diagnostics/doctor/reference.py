@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from megatron_dppo.block_fp8 import BlockFp8, dequantize, quantize
-from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
+from megatron_dppo.convert.streaming import megatron_to_hf
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor.rounding import activations_in_block_fp8, bfloat16
 from megatron_dppo.diagnostics.explain.explanation import Policy

@@ -22,12 +22,12 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, eager_attention_forward
 
-from megatron_dppo.checkpoint_conversion.quantized import mxfp4_values
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 from megatron_dppo.config import schema
 from megatron_dppo.config.checks import engine_dtype_faults
 from megatron_dppo.config.lora import adapters_of, lora_faults
+from megatron_dppo.convert.quantized import mxfp4_values
+from megatron_dppo.convert.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.running_server import check_layout, check_placement
 from megatron_dppo.model.adapters import module_groups

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from megatron_dppo.checkpoint_conversion.hf_folder import copy_side_files
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
+from megatron_dppo.convert.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.data.problems import embedding_rows
 from megatron_dppo.model.errors import UnsupportedModelError
 from megatron_dppo.model.families import load_model_shape, missing_engine_keys, unknown_key_warnings

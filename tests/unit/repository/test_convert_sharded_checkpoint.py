@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dppo.checkpoint_conversion.certificate import CERTIFICATE, Certificate
-from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf, verify
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
+from megatron_dppo.convert.streaming import megatron_to_hf, verify
 from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout

@@ -126,7 +126,7 @@ def _plan_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _hf_to_megatron(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
+    from megatron_dppo.convert.streaming import hf_to_megatron
 
     for warning in unknown_key_warnings(arguments.hf):
         print(f"warning: {warning}", file=sys.stderr)
@@ -143,7 +143,7 @@ def _hf_to_megatron(arguments: argparse.Namespace) -> int:
 
 
 def _megatron_to_hf(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
+    from megatron_dppo.convert.streaming import megatron_to_hf
 
     hf_config = arguments.hf_config
     if hf_config is None and not (arguments.megatron / "config.json").is_file():
@@ -204,7 +204,7 @@ def _start_model(checkpoint: Path) -> Path:
 
 
 def _hf_to_fp8(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.checkpoint_conversion.quantized import quantize_folder
+    from megatron_dppo.convert.quantized import quantize_folder
 
     with _bytes_progress("quantising", _stored_bytes(arguments.hf)) as advance:
         specs = quantize_folder(arguments.hf, arguments.out, advance)
@@ -215,7 +215,7 @@ def _hf_to_fp8(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.checkpoint_conversion.streaming import verify
+    from megatron_dppo.convert.streaming import verify
 
     with _bytes_progress("verifying", _stored_bytes(arguments.megatron, arguments.hf)) as advance:
         specs = verify(arguments.hf, arguments.megatron, progress=advance)
@@ -225,7 +225,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _merge_adapters(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.checkpoint_conversion.adapters import merge_adapters
+    from megatron_dppo.convert.merging import merge_adapters
 
     with _bytes_progress("merging", _stored_bytes(arguments.hf)) as advance:
         result = merge_adapters(arguments.hf, arguments.adapters, arguments.out, advance)
@@ -235,7 +235,7 @@ def _merge_adapters(arguments: argparse.Namespace) -> int:
 
 
 def _adapters_to_peft(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.checkpoint_conversion.adapters import checkpoint_to_peft
+    from megatron_dppo.convert.merging import checkpoint_to_peft
 
     adapters = checkpoint_to_peft(arguments.checkpoint, arguments.hf, arguments.out)
     print(f"{arguments.out}: rank {adapters.rank}, {', '.join(adapters.modules)}; base as recorded")

@@ -22,8 +22,8 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     source_certificate,
 )
 from megatron_dppo.checkpoint_conversion.dist_writing import write_torch_dist
-from megatron_dppo.checkpoint_conversion.quantized import open_model
 from megatron_dppo.checkpoint_conversion.torch_dist import CARRIED, TorchDistCheckpoint
+from megatron_dppo.convert.quantized import open_model
 from megatron_dppo.model.errors import MismatchError
 from megatron_dppo.model.families import load_stored_shape
 from megatron_dppo.model.hub_download import check_downloaded_files

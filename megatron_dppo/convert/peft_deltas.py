@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron_dppo.checkpoint_conversion.adapters import PEFT_PREFIX
 from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFile
 from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from megatron_dppo.model.adapters import LORA_A, LORA_B
@@ -33,8 +34,6 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims
 from megatron_dppo.system.files import Closing
 
-PEFT_PREFIX = "base_model.model."
-"""Beginning of a tensor's name in PEFT's files."""
 _EXPERTS = re.compile(r"(.*\.layers\.(\d+)\..*\bexperts)((?:\.base_layer)*)")
 """The module of a layer's experts, or the module inside of a number of its wrappers."""
 _PARAMETERS = ("gate_up_proj", "down_proj")
