@@ -220,7 +220,7 @@ def bench_adapters(
 ) -> None:
     """Update one server with merged weights and with only the adapters, in turn; print medians of both."""
     config = run_config(folder, load_model_shape(folder).dtype, {**lora, "update": "adapters"})
-    trainer = Trainer(config)
+    trainer = Trainer.read(config)
     with tempfile.TemporaryDirectory() as scratch, AsyncRunner() as runner:
         server = start_server(config, Path(scratch) / "engine.log")
         rest = (agree_alone, opener(config), runner)

@@ -58,7 +58,7 @@ class Lab:
         vocabulary = self._copy.vocab_size
         self._topk = carried_topk(algorithm, config.rollout.topk_log_probs, vocabulary)
         has_topk = self._topk > 0 or algorithm.needs_recomputed_distribution
-        self.trainer = Trainer(
+        self.trainer = Trainer.read(
             config,
             StatsSpec(
                 topk=has_topk,

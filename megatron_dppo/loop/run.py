@@ -110,7 +110,7 @@ class Run(RunOfSteps):
         with self.timer("start"), patience("others start"):
             free_shared_devices(config, spec)
             statistics = stats_spec(algorithm, spec.rollout.topk, config.distillation.top_k)
-            self.trainer = Trainer(config, statistics)
+            self.trainer = Trainer(config, spec.model, spec.trainer, statistics)
             topology = self.trainer.topology
             files = model_files(config.model.hf_checkpoint, config.lora.start_from)
             self.hashes = BackgroundHashes(files, topology)

@@ -66,7 +66,7 @@ class SupervisedRun(RunOfSteps):
         self.config: SupervisedConfig = config
         self._data = data
         with self.timer("start"), patience("others start"):
-            self.trainer = Trainer(config)
+            self.trainer = Trainer.read(config)
         self._layout = BatchLayout.of(self.trainer)
         fence.join()
         self.checkpoints = RunCheckpoints(config, self.trainer, fence)

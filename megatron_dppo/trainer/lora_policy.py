@@ -20,7 +20,6 @@ from torch.nn import Parameter
 
 from megatron_dppo.checkpoint_conversion.adapters import PeftReader, write_peft
 from megatron_dppo.checkpoint_conversion.gathering import gather
-from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.model.adapters import (
     ANY_EXPERT,
@@ -186,6 +185,7 @@ class AdaptedPolicy:
     def __init__(
         self,
         lora: LoraConfig,
+        adapters: Adapters,
         hf_checkpoint: str,
         seed: int,
         shape: ModelShape,
@@ -194,19 +194,16 @@ class AdaptedPolicy:
         transformer: TransformerConfig,
         chunks: list[GPTModel],
     ) -> None:
-        """Freeze ``chunks``, whose weights are loaded, and attach the adapters of ``lora``. Collective.
+        """Freeze ``chunks``, whose weights are loaded, and attach ``adapters``. Collective.
 
-        ``hf_checkpoint`` is the checkpoint with the frozen weights; ``seed`` is the seed of the initial A. Raises
-        ValueError if ``lora`` does not fit the model or the layout, and CheckpointError if ``lora.start_from`` has
-        other adapters.
+        ``lora`` has their options; ``hf_checkpoint`` is the checkpoint with the frozen weights; ``seed`` is the seed of
+        the initial A. Raises ValueError if the adapters do not fit the model or the layout, and CheckpointError if
+        ``lora.start_from`` has other adapters.
         """
-        adapters = adapters_of(lora, shape)
-        if adapters is None:
-            raise ValueError("lora.rank is 0: there are no adapters")
         faults = list(adapter_faults(adapters, shape, layout))
         if faults:
             raise ValueError("; ".join(faults))
-        self.adapters: Adapters = adapters
+        self.adapters = adapters
         self._shape = shape
         self._layout = layout
         self._rank = topology.rank

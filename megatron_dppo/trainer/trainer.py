@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from megatron_dppo.model.adapters import CHILD
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import check_layout, raise_faults
 from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
-from megatron_dppo.spec import TrainerSpec
+from megatron_dppo.spec import ModelSpec, TrainerSpec
 from megatron_dppo.system.files import sha256_of
 from megatron_dppo.trainer import hf_export, hf_loading, megatron_config, model, platform, step
 from megatron_dppo.trainer.collectives import agree, all_gather_json
@@ -137,19 +138,38 @@ class Trainer:
         micro_batch_multiple: the number of micro-batches must be a multiple of this number.
     """
 
-    def __init__(self, config: PolicyConfig, stats_spec: step.StatsSpec | None = None) -> None:
+    @classmethod
+    def read(cls, config: PolicyConfig, stats_spec: step.StatsSpec | None = None) -> Self:
+        """Build the trainer of a configuration whose facts are not resolved yet: read the model's shape first.
+
+        Raises ValueError if the layout does not fit the model, the world size or Megatron-Core. Collective.
+        """
+        facts = ModelSpec.read(config)
+        check_layout(config.parallel.sizes, facts.shape, "parallel.")
+        return cls(config, facts, TrainerSpec.of(config, facts.shape), stats_spec)
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        facts: ModelSpec,
+        spec: TrainerSpec,
+        stats_spec: step.StatsSpec | None = None,
+    ) -> None:
         """Join the process group, build the model and load ``config.model.hf_checkpoint``. Collective.
 
-        Raises:
-            ValueError: the layout does not fit the model, the world size or Megatron-Core.
+        Args:
+            config: settings of the optimizer, the parallel layout and the libraries.
+            facts: the model that the configuration names.
+            spec: the trainer's layout, and what follows from it.
+            stats_spec: the statistics of a forward pass; None: those without Top-K.
+
+        Raises ValueError if this machine's layers do not support the layout.
         """
         self.config = config
         self.stats_spec = stats_spec or step.StatsSpec()
-        self.shape = config.model.read_shape()
-        sizes = config.parallel.sizes
-        check_layout(sizes, self.shape, "parallel.")
-        raise_faults(platform.current().layout_faults(sizes, self.shape), "parallel.")
-        spec = TrainerSpec.of(config, self.shape)
+        self.shape = facts.shape
+        faults = platform.current().layout_faults(config.parallel.sizes, self.shape)
+        raise_faults(faults, "parallel.")
         self.layout = spec.layout
         parallel = config.parallel
         init_distributed(parallel.world_size, parallel.interface, parallel.collective_timeout_s)
@@ -163,9 +183,10 @@ class Trainer:
             self.chunks, self.shape, self.layout, self.topology.rank, config.model.hf_checkpoint
         )
         self.adapted: AdaptedPolicy | None = None
-        if config.lora.rank:
+        if facts.adapters is not None:
             self.adapted = AdaptedPolicy(
                 config.lora,
+                facts.adapters,
                 config.model.hf_checkpoint,
                 config.run.seed,
                 self.shape,

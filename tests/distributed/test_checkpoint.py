@@ -68,7 +68,7 @@ def make_trainer(
         hf_dir, {**parallel, "world_size": world_size}, {"distributed": distributed}
     )
     model = config.model.model_copy(update={"dtype": dtype})
-    return Trainer(config.model_copy(update={"model": model}))
+    return Trainer.read(config.model_copy(update={"model": model}))
 
 
 def train(trainer: Any, steps: int) -> None:

@@ -81,7 +81,7 @@ def bounds_of_two_replicas(hf_dir: str) -> dict[str, Any]:
     from megatron_dppo.trainer.trainer import Trainer
     from tests.distributed.test_trainer_parity import own_micro_batches, run_config, samples
 
-    trainer = Trainer(run_config(hf_dir, {"world_size": 2}, {}), StatsSpec(False, True))
+    trainer = Trainer.read(run_config(hf_dir, {"world_size": 2}, {}), StatsSpec(False, True))
     try:
         gap = 0.1 if trainer.topology.dp_rank == 0 else 1.0
         batches = []

@@ -48,7 +48,9 @@ def differing_parameters(folder: str, world_size: int, cases: dict[str, Case]) -
     for case, (_, _, layouts) in cases.items():
         for layout in layouts:
             parallel = {"world_size": world_size, **sizes_of(layout)}
-            trainer = Trainer(small_config(Path("unused"), Path(folder, case), parallel=parallel))
+            trainer = Trainer.read(
+                small_config(Path("unused"), Path(folder, case), parallel=parallel)
+            )
             expected = fill_by_map(trainer, f"{folder}/{case}")
             load_by_mbridge(trainer, f"{folder}/{case}")
             for (chunk, name), parameter in named_parameters(trainer.chunks).items():

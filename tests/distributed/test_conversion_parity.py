@@ -105,7 +105,7 @@ def trainer_log_probs(folder: str, cases: list[str]) -> dict[str, list[torch.Ten
     for case in cases:
         for name in layouts_of(case):
             parallel = {"world_size": 2, **sizes_of(name)}
-            trainer = Trainer(
+            trainer = Trainer.read(
                 small_config(Path("unused"), Path(folder, f"{case} megatron"), parallel=parallel)
             )
             batch = pack(

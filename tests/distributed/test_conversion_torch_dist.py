@@ -48,7 +48,7 @@ def megatron_loads(folder: str) -> list[str]:
     wrong = []
     for family, layouts in LAYOUTS.items():
         for layout in layouts:
-            trainer = Trainer(two_ranks(folder, family, layout))
+            trainer = Trainer.read(two_ranks(folder, family, layout))
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             metadata = {"dp_cp_group": group}
             expected = [{n: p.clone() for n, p in c.named_parameters()} for c in trainer.chunks]
@@ -76,7 +76,7 @@ def save_run(folder: str) -> None:
     from megatron_dppo.trainer.trainer import Trainer
 
     for name in RUNS:
-        trainer = Trainer(two_ranks(folder, "qwen3_moe", name))
+        trainer = Trainer.read(two_ranks(folder, "qwen3_moe", name))
         CheckpointStore(f"{folder}/{name}", keep=1).save(trainer, 1, {})
         trainer.close()
 

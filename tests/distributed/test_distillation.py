@@ -179,7 +179,7 @@ def train_with_a_teacher(
     spec = StatsSpec(topk=with_topk, entropy=True, topk_gradient=with_topk, teacher_topk=True)
     config = run_config(hf_dir, parallel, changes)
     rollout = config.rollout.model_copy(update={"router_replay": replay})
-    trainer = Trainer(config.model_copy(update={"rollout": rollout}), spec)
+    trainer = Trainer.read(config.model_copy(update={"rollout": rollout}), spec)
     data = routed_samples() if replay else scored_samples()
     out: dict[str, Any] = {"metrics": [], "norms": []}
     try:

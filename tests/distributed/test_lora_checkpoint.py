@@ -43,7 +43,7 @@ def make_trainer(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any])
 
     own = {key: changes[key] for key in ("train_router", "experts") if key in changes}
     lora = {"lora": {**SECTION, **own, **changes.get("lora", {})}}
-    return Trainer(run_config(hf_dir, parallel, {**changes, **lora}))
+    return Trainer.read(run_config(hf_dir, parallel, {**changes, **lora}))
 
 
 def step(trainer: Any) -> float:
@@ -150,7 +150,7 @@ def as_reference(folder: Path, family: str, world_size: int, batch: Any) -> torc
     section = {"lora": {**SECTION, "start_from": str(folder / f"{family} peft")}}
     config = run_config(str(folder / family), parallel, section)
     algorithm = AlgorithmConfig(reference_kl=0.1)
-    trainer = Trainer(config.model_copy(update={"algorithm": algorithm}))
+    trainer = Trainer.read(config.model_copy(update={"algorithm": algorithm}))
     step(trainer)
     step(trainer)
     (log_probs,) = trainer.reference_log_probs([batch])

@@ -36,7 +36,7 @@ def make_trainer(hf_dir: str, parallel: dict[str, Any], optimizer: dict[str, Any
 
     changes = {"dtype": "bfloat16", "distributed": True}
     config = run_config(hf_dir, {**parallel, "world_size": 2}, changes)
-    return Trainer(config.model_copy(update={"megatron_optimizer": optimizer}))
+    return Trainer.read(config.model_copy(update={"megatron_optimizer": optimizer}))
 
 
 def rank_weights(trainer: Any) -> dict[str, torch.Tensor]:

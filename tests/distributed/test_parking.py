@@ -59,7 +59,7 @@ def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any], *, par
     """Train, and return every result: metrics, norms, log-probabilities, weights and optimizer state."""
     from megatron_dppo.trainer.trainer import Trainer
 
-    trainer = Trainer(run_config(hf_dir, {**parallel, "world_size": 2}, changes))
+    trainer = Trainer.read(run_config(hf_dir, {**parallel, "world_size": 2}, changes))
     try:
         batches = own_micro_batches(trainer, samples())
         out: list[Any] = []
@@ -136,7 +136,7 @@ def checkpoint(folder: str) -> dict[str, Any]:
     from tests.distributed.test_trainer_steps import error_of
 
     config = run_config(str(Path(folder) / "qwen3"), {"world_size": 2}, {**BFLOAT16})
-    trainer = Trainer(config)
+    trainer = Trainer.read(config)
     batches = own_micro_batches(trainer, samples())
     trainer.train_mini_batch(batches, policy_token_loss, 200.0)
     before = {k: [t.clone() for t in ts] for k, ts in trainer.held_tensors().items()}
@@ -158,7 +158,7 @@ def checkpoint(folder: str) -> dict[str, Any]:
     refused["unpark"] = error_of(trainer.unpark)
     trainer.close()
 
-    trainer = Trainer(config)
+    trainer = Trainer.read(config)
     trainer.park()
     trainer.unpark()
     store.load(trainer, store.survey().complete[-1])
@@ -178,7 +178,7 @@ def memory(hf_dir: str, changes: dict[str, Any]) -> dict[str, Any]:
     from megatron_dppo.trainer import platform
     from megatron_dppo.trainer.trainer import Trainer
 
-    trainer = Trainer(run_config(hf_dir, {"world_size": 2}, changes))
+    trainer = Trainer.read(run_config(hf_dir, {"world_size": 2}, changes))
     batches = own_micro_batches(trainer, samples())
     trainer.train_mini_batch(batches, policy_token_loss, 200.0)
     gc.collect()

@@ -64,7 +64,7 @@ def _measure(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> 
     from megatron_dppo.trainer.trainer import Trainer
     from tests.distributed.test_trainer_parity import policy_token_loss, run_config
 
-    trainer = Trainer(run_config(hf_dir, {**parallel, "world_size": 2}, changes))
+    trainer = Trainer.read(run_config(hf_dir, {**parallel, "world_size": 2}, changes))
     try:
         multiple = trainer.share.sequence_multiple
         batches = _batches(trainer.topology.dp_rank, trainer.pad_multiple, multiple)

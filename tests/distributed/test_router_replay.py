@@ -80,7 +80,7 @@ def make_trainer(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any],
     config = run_config(hf_dir, parallel, changes)
     rollout = config.rollout.model_copy(update={"router_replay": replay})
     megatron = changes.get("megatron", {})
-    return Trainer(config.model_copy(update={"rollout": rollout, "megatron": megatron}))
+    return Trainer.read(config.model_copy(update={"rollout": rollout, "megatron": megatron}))
 
 
 class RouterWatch:

@@ -272,7 +272,7 @@ def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dic
     """Train three steps. Return the results, on global rank 0 also gradients and parameters as Hugging Face tensors."""
     from megatron_dppo.trainer.trainer import Trainer
 
-    trainer = Trainer(run_config(hf_dir, parallel, changes))
+    trainer = Trainer.read(run_config(hf_dir, parallel, changes))
     try:
         batches = own_micro_batches(trainer, samples(), changes.get("budget", 120))
         out: dict[str, Any] = {"log_probs": trainer.log_probs(batches), "metrics": [], "norms": []}
@@ -424,7 +424,7 @@ def train_by_rules(
     from megatron_dppo.trainer.token_loss import make_token_loss
     from megatron_dppo.trainer.trainer import Trainer
 
-    trainer = Trainer(run_config(hf_dir, parallel, changes), StatsSpec(True, True, True, True))
+    trainer = Trainer.read(run_config(hf_dir, parallel, changes), StatsSpec(True, True, True, True))
     try:
         batches = own_micro_batches(trainer, rule_samples(), changes.get("budget", 120))
         out: dict[str, Any] = {"metrics": [], "norms": []}

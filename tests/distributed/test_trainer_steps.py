@@ -28,7 +28,7 @@ MODULE = "tests.distributed.test_trainer_steps"
 def make_trainer(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any] | None = None):
     from megatron_dppo.trainer.trainer import Trainer
 
-    return Trainer(run_config(hf_dir, parallel, changes or {}))
+    return Trainer.read(run_config(hf_dir, parallel, changes or {}))
 
 
 def error_of(action) -> tuple[str, str]:

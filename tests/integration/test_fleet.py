@@ -267,7 +267,7 @@ def update_three_times(config_json: str, exported: str) -> list[list[str]]:
     from megatron_dppo.trainer.trainer import Trainer
 
     config = TrainConfig.model_validate_json(config_json)
-    trainer, failing, took_part = Trainer(config), [], []
+    trainer, failing, took_part = Trainer.read(config), [], []
 
     class Session(EngineSession):
         async def _open_engine(self, url):
@@ -346,7 +346,7 @@ def train_in_each_mode(config_json: str) -> dict[str, dict[str, Any]]:
     from megatron_dppo.trainer.trainer import Trainer
 
     config, found = TrainConfig.model_validate_json(config_json), {}
-    trainer, environment = Trainer(config), dict(os.environ)
+    trainer, environment = Trainer.read(config), dict(os.environ)
     problems = [Problem(i, "p", "1", (3 + i, 7)) for i in range(64)]
     for mode in ("drain", "retract", "abort"):
         # A session removes the servers' keys from the environment.

@@ -104,7 +104,9 @@ async def engine_state(url: str, base: str) -> list[str]:
 def update_adapters(url: str, base: str, adapters: str, exported: str) -> dict[str, Any]:
     """On two expert-parallel ranks, send only adapters: two versions, two updates that fail, and one more version."""
     lora = {**ALONE, "start_from": adapters}
-    trainer = Trainer(run_config(Path(base), parallel={"world_size": 2, "expert": 2}, lora=lora))
+    trainer = Trainer.read(
+        run_config(Path(base), parallel={"world_size": 2, "expert": 2}, lora=lora)
+    )
     source, settings = DisturbedAdapters(trainer), WeightSyncConfig(strategy="disk")
 
     async def open_engine(url: str) -> EngineWeights:
@@ -249,7 +251,9 @@ def test_an_aborted_response_goes_on_with_the_new_adapters(
 def update_twice(url: str, base: str, adapters: str, merged: str) -> dict[str, Any]:
     """On two expert-parallel ranks, send merged weights twice, with the canary, and export them."""
     lora = {**SECTION, "start_from": adapters}
-    trainer = Trainer(run_config(Path(base), parallel={"world_size": 2, "expert": 2}, lora=lora))
+    trainer = Trainer.read(
+        run_config(Path(base), parallel={"world_size": 2, "expert": 2}, lora=lora)
+    )
 
     async def open_engine(url: str) -> EngineWeights:
         return await engine_weights(url, base)

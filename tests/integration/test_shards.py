@@ -282,7 +282,7 @@ def send(
             module.on_this_host = urls[int(os.environ["RANK"])].__eq__
     if failure is not None and int(os.environ["RANK"]) == failure[0]:
         os.environ[failpoints.VARIABLE] = failure[1]
-    trainer = Trainer(policy_config(folder, world_size=2, **parallel))
+    trainer = Trainer.read(policy_config(folder, world_size=2, **parallel))
     config = with_small_messages(WeightSyncConfig.model_validate({"strategy": strategy}))
 
     async def open_engine(url: str) -> EngineWeights:

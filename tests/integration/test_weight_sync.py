@@ -592,7 +592,7 @@ def test_a_hung_engine_fails_in_time_and_recovers(server: RunningServer, trained
 
 def expert_parallel(url: str, trained: str, start_folder: str) -> list[dict[str, Any]]:
     """On two expert-parallel trainer ranks: send an update with one flipped bit, and then a right update."""
-    trainer = Trainer(policy_config(trained, world_size=2, expert=2))
+    trainer = Trainer.read(policy_config(trained, world_size=2, expert=2))
     weights = read(Path(trained))
     outcomes = []
     for on_the_way in (flip_one_bit(weights, {}), weights):

@@ -62,7 +62,7 @@ class WatchedLearner:
             }
         )
         rule = build_algorithm(algorithm, options or {})
-        self.trainer = Trainer(self.config, StatsSpec(topk=rule.reads_topk, entropy=True))
+        self.trainer = Trainer.read(self.config, StatsSpec(topk=rule.reads_topk, entropy=True))
         self.learner = Learner(self.config, self.trainer, rule, 0)
         self.steps: list[tuple[dict[str, Any], Any]] = []
         train = self.trainer.train_mini_batch

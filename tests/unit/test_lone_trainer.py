@@ -177,7 +177,7 @@ def test_a_step_is_penalised_for_leaving_the_start_not_the_step_before(folder: P
     from megatron_dppo.trainer.trainer import Trainer
 
     config = run_config(str(folder / "moe"), {}, {"algorithm": {"reference_kl": 0.1}})
-    trainer = Trainer(config)
+    trainer = Trainer.read(config)
     learner = Learner(config, trainer, build_algorithm("pg-is"), 0)
     data, estimates = samples(), []
     for _ in range(3):

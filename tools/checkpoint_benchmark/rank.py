@@ -37,7 +37,7 @@ def make_trainer(material: str, ranks: int, expert: int, *, distributed: bool) -
         optimizer=s.OptimizerConfig(lr=1e-3, distributed=distributed),
         parallel=s.ParallelConfig(world_size=ranks, expert=expert),
     )
-    trainer = Trainer(config)
+    trainer = Trainer.read(config)
     for part in trainer.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             group["step"] = 1  # Megatron's own state dict needs this value

@@ -192,7 +192,7 @@ def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> 
     model = config.model.model_copy(
         update={"hf_checkpoint": str(rung.weights), "dtype": rung.dtype}
     )
-    return Trainer(
+    return Trainer.read(
         config.model_copy(
             update={
                 "model": model,

@@ -426,7 +426,7 @@ def two_ranks_that_round_sums(folder: str, config: dict) -> list[torch.Tensor]:
     from megatron_dppo.trainer.trainer import Trainer
 
     loaded = TrainConfig.model_validate(config)
-    trainer = Trainer(loaded)
+    trainer = Trainer.read(loaded)
     # Megatron-Core may not be imported before our trainer is.
     from megatron.core.tensor_parallel import mappings
 

@@ -108,7 +108,7 @@ def report(case: str, checkpoint: Path, folder: Path) -> dict[str, Any]:
     config = policy_config(checkpoint, "float32", optimizer=optimizer, **CASES[case])
     if case == REPLAY:
         config = _replay_config(config)
-    trainer = Trainer(config)
+    trainer = Trainer.read(config)
     batch = _batch(trainer)
     uses_recording = None
     if case == REPLAY:

@@ -91,7 +91,7 @@ def _trainer(folder: Path, options: Mapping[str, Any]) -> Trainer:
     config = policy_config(
         folder, "bfloat16", optimizer={"lr": 1e-3, "distributed": True}, megatron_optimizer=options
     )
-    return Trainer(config)
+    return Trainer.read(config)
 
 
 def _train(trainer: Trainer, steps: int) -> None:

@@ -220,7 +220,7 @@ def full_layer(bench: Bench) -> Iterator[CheckRow]:
         yield CheckRow("layers", "of torch modules: Transformer Engine is not installed")
     if bench.gpus:
         _require_memory(facts)
-    trainer = Trainer(policy)
+    trainer = Trainer.read(policy)
     batch = random_batch(trainer.shape.vocab_size, lengths)
     held_bytes = _held(trainer, batch, bench.gpus)
     yield from _memory(held_bytes, facts, is_planned=is_planned)
@@ -485,7 +485,7 @@ def _rank_step(rank: int, ranks: int, port: int, settings: dict[str, Any]) -> No
         optimizer={"distributed": False},
         megatron=settings["megatron"],
     )
-    trainer = Trainer(config)
+    trainer = Trainer.read(config)
     batch = random_batch(
         trainer.shape.vocab_size,
         settings["lengths"],
