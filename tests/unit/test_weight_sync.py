@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
-from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import (
     UNBOUNDED,
     EngineError,
@@ -29,15 +28,7 @@ from megatron_dppo.engine.errors import (
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.weights import engines, shared_memory, strategies
-from megatron_dppo.weights.canary import (
-    CanaryError,
-    CanaryReport,
-    Tolerance,
-    canary_prompts,
-    canary_tolerance,
-    compare_canary,
-    decode_tolerance,
-)
+from megatron_dppo.weights.canary import CanaryReport
 from megatron_dppo.weights.engine_weights import EngineWeights
 from megatron_dppo.weights.engines import (
     Bucket,
@@ -59,11 +50,6 @@ from megatron_dppo.weights.transaction import (
     WeightUpdateRefusedError,
     count_bytes,
 )
-from megatron_dppo.weights.verification import (
-    ChecksumMismatch,
-    ChecksumMismatchError,
-    compare_checksums,
-)
 from tests.messages import mentioning
 from tests.patience import own_patience
 from tests.unit.weight_doubles import (
@@ -76,7 +62,6 @@ from tests.unit.weight_doubles import (
     B,
     Engine,
     Source,
-    alone,
     opener,
     runner,
     updater,
@@ -109,11 +94,7 @@ def test_where_they_share_devices_the_engine_has_weights_before_and_all_after_th
 ):
     engine, moments = Engine(), Moments(["kv_cache", "weights"])
     engine.occupation, engine.restore = moments, moments.restore  # type: ignore[assignment]
-    settings = WeightSyncConfig(strategy="tensor")
-    updates = WeightUpdater(
-        Source(), settings, alone, opener({A: engine}), runner(), leave_devices=moments.leave
-    )
-    updates.attach([A])
+    updates = updater(engine, leave_devices=moments.leave)
     assert updates.update(7).verified
     # The engine's weights are restored before the trainer frees its memory: they receive the trainer's weights.
     assert moments.seen == ["restore weights", "leave", "restore kv_cache"]
@@ -129,11 +110,7 @@ def test_a_rank_that_fails_before_it_leaves_its_device_aborts_the_update() -> No
         other = json.dumps(["RuntimeError: rank 1 can't park", [], 1])
         return other if moments.seen == ["leave"] else error
 
-    settings = WeightSyncConfig(strategy="tensor")
-    updates = WeightUpdater(
-        Source(), settings, agree, opener({A: engine}), runner(), leave_devices=moments.leave
-    )
-    updates.attach([A])
+    updates = updater(engine, agree=agree, leave_devices=moments.leave)
     with pytest.raises(WeightUpdateError, match=r"version 7: .*rank 1 "):
         updates.update(7)
     assert moments.seen == ["leave"]
@@ -165,9 +142,7 @@ def test_a_fenced_trainer_commits_nothing(allowed: int, calls: list[str]) -> Non
         if checks > allowed:
             raise FencedError("another start of this run took over")
 
-    settings = WeightSyncConfig(strategy="tensor")
-    updates = WeightUpdater(Source(), settings, alone, opener({A: engine}), runner(), fence)
-    updates.attach([A])
+    updates = updater(engine, fence=fence)
     before = len(engine.calls)
     with pytest.raises(FencedError):
         updates.update(7)
@@ -219,9 +194,8 @@ def test_a_bug_is_no_engines_fault(failing: str, bug: type[Exception]) -> None:
 
 @pytest.mark.parametrize("bug", [RuntimeError, ValueError, TypeError])
 def test_a_bug_in_opening_an_engine_is_not_its_fault(bug: type[Exception]) -> None:
-    settings = WeightSyncConfig(strategy="tensor")
-    opening = opener({A: Engine(), B: bug("planted")})
-    updates = WeightUpdater(Source(), settings, alone, opening, runner())
+    updates = updater()
+    updates.open_engine = opener({A: Engine(), B: bug("planted")})
     with pytest.raises(bug, match="planted"):
         updates.attach([A, B])
 
@@ -481,12 +455,6 @@ def test_how_often_a_failure_is_worth_another_attempt(error: EngineError, attemp
     assert failure.value.attempts == attempts
 
 
-def test_tensors_that_only_one_side_has_are_another_model() -> None:
-    differ, lacks = ChecksumMismatch("a", 0, "1", "2"), ChecksumMismatch("b", 0, "1", None)
-    assert ChecksumMismatchError([differ, differ]).attempts == 2
-    assert ChecksumMismatchError([differ, lacks]).attempts == 1
-
-
 def test_checks_every_second_update_but_always_the_first_of_an_engine() -> None:
     engine = Engine()
     updates = updater(engine, verify_every=2, canary_every=3)
@@ -516,58 +484,6 @@ def test_strategies_that_share_a_host_refuse_another(monkeypatch: pytest.MonkeyP
         updater(Engine())
     with pytest.raises(WeightUpdateError, match=r"expected weight_sync\.directory"):
         updater(Engine(), strategy="disk")
-
-
-def test_compare_checksums_names_tensor_and_rank() -> None:
-    expected = [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
-    assert compare_checksums(expected, expected) == []
-    actual = [{"a": "1", "b": "2"}, {"a": "9", "c": "5"}]
-    mismatches = compare_checksums(expected, actual)
-    assert mismatches == [
-        ChecksumMismatch("a", 1, "3", "9"),
-        ChecksumMismatch("b", 1, "4", None),
-        ChecksumMismatch("c", 1, None, "5"),
-    ]
-    assert "rank 1: " in str(ChecksumMismatchError(mismatches))
-    more = [ChecksumMismatch("d", 0, "1", "2")] * 4
-    assert "and 2 more" in str(ChecksumMismatchError([*mismatches, *more]))
-    with pytest.raises(ValueError, match="shorter"):
-        compare_checksums(expected, actual[:1])
-
-
-def test_the_canary_tolerates_what_the_type_explains_or_the_configuration_says() -> None:
-    config = WeightSyncConfig(canary_largest=5.0, canary_mean=0.4)
-    assert canary_tolerance(config, "bfloat16", 64) == Tolerance(5.0, 0.4)
-
-
-def test_the_mean_over_fewer_decoded_tokens_has_a_wider_bound() -> None:
-    """A prompt has 4 decoded tokens and 23 scored ones: the bound is wider by sqrt(23 / 4) = 2.398."""
-    bound = decode_tolerance(Tolerance(10.0, 0.3))
-    assert (bound.largest, bound.mean) == (10.0, pytest.approx(0.7194, abs=1e-4))
-
-
-def test_canary_reports_and_names_the_worst_token() -> None:
-    trainer, engine = [[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-3.25]]
-    report = compare_canary(trainer, engine, Tolerance(0.5, 0.25))
-    assert (report.max_abs_diff, report.mean_abs_diff, report.tokens) == (0.5, 0.25, 3)
-    with pytest.raises(CanaryError, match=mentioning("token 1", 0, 0.5, "1 of 3")):
-        compare_canary(trainer, engine, Tolerance(0.49, 1.0))
-    with pytest.raises(CanaryError, match=r" 0.25, .* 0.24"):
-        compare_canary(trainer, engine, Tolerance(1.0, 0.24))
-    with pytest.raises(CanaryError, match=mentioning("token 0", 1, "nan")):
-        compare_canary([[-1.0], [-3.0]], [[-9.0], [float("nan")]], Tolerance(0.5, 0.5))
-    with pytest.raises(ValueError, match="counts"):
-        compare_canary([[-1.0]], [[-1.0, -2.0]], Tolerance(0.5, 0.5))
-    with pytest.raises(ValueError, match="empty"):
-        compare_canary([[]], [[]], Tolerance(0.5, 0.5))
-
-
-def test_canary_prompts_are_the_same_every_time() -> None:
-    prompts = canary_prompts(500)
-    assert prompts == canary_prompts(500)
-    assert [len(p) for p in prompts] == [24] * 4
-    assert all(0 <= token < 500 for prompt in prompts for token in prompt)
-    assert len({token for prompt in prompts for token in prompt}) > 60
 
 
 # --- who is to blame

@@ -26,7 +26,7 @@ from megatron_dppo.weights.one_rank import OneRankWeights
 from megatron_dppo.weights.server.direct_loading import TensorPlaces
 from megatron_dppo.weights.server.shards import SharedMessage
 from megatron_dppo.weights.shared_bytes import SharedBytes
-from megatron_dppo.weights.transaction import Agree, WeightUpdater
+from megatron_dppo.weights.transaction import Agree, WeightUpdater, no_fence
 from tests.constant_scores import ConstantScores
 from tests.unit.test_engine_checksums import model_shape, weights
 
@@ -196,6 +196,8 @@ def updater(
     source: Source | None = None,
     agree: Agree = alone,
     message_bytes: int | None = None,
+    fence: Callable[[], None] = no_fence,
+    leave_devices: Callable[[], None] | None = None,
     **config: Any,
 ) -> WeightUpdater:
     """Return an updater that is attached to the engines. ``message_bytes``: largest size of a message."""
@@ -203,7 +205,15 @@ def updater(
     settings = WeightSyncConfig(**{"strategy": "tensor", **config})
     if message_bytes is not None:
         settings = settings.model_copy(update={"bucket_mib": message_bytes / 2**20})
-    updates = WeightUpdater(source or Source(), settings, agree, opener(by_url), runner())
+    updates = WeightUpdater(
+        source or Source(),
+        settings,
+        agree,
+        opener(by_url),
+        runner(),
+        fence,
+        leave_devices=leave_devices,
+    )
     if receivers:
         updates.attach(list(by_url))
     return updates
