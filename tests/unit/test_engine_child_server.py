@@ -6,6 +6,7 @@ import asyncio
 import http.server
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,17 +37,23 @@ http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 
 
 class SmallServer(ChildServer):
-    """A server that runs ``code`` with PORT and NAME set, and accepts only answers with the name "right"."""
+    """A server that runs ``code`` with PORT and NAME set, and accepts only answers with the name "right".
+
+    It answers a first request for each of ``requests``: the seconds that the answer takes, or -1 for a failure.
+    """
 
     title = "the small server"
     port_key = "small.port"
 
-    def __init__(self, log: Path, code: str = SERVER, name: str = "right", limit: float = 60):
+    def __init__(self, log: Path, code: str = SERVER, name: str = "right", limit: float = 60,
+                 requests: Sequence[float] = ()):  # fmt: skip
         super().__init__(
             "127.0.0.1", 0, log, limit, command=(), environment=os.environ,
             secrets={"key": "secret"}, probe=("/name", "secret"),
         )  # fmt: skip
         self._code = f"NAME = {name!r}\n{code}"
+        self._requests = requests
+        self.answered = 0
         self.set_port(free_port())
 
     def set_port(self, port: int) -> None:
@@ -57,9 +64,19 @@ class SmallServer(ChildServer):
     def _accepts(self, answer: Answer) -> bool:
         return answer.status == 200 and json.loads(answer.body)["name"] == "right"
 
+    async def _warm_up(self, client: HttpClient) -> None:
+        for seconds in self._requests:
+            await asyncio.sleep(seconds)
+            if seconds < 0:
+                raise EngineLostError("it is gone")
+            self.answered += 1
+
+
+Make = Callable[..., SmallServer]
+
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., SmallServer]]:
+def make(tmp_path: Path) -> Iterator[Make]:
     servers: list[SmallServer] = []
 
     def make_server(*arguments: Any, **options: Any) -> SmallServer:
@@ -71,7 +88,15 @@ def make(tmp_path: Path) -> Iterator[Callable[..., SmallServer]]:
         server.kill()
 
 
-def test_a_server_is_started_waited_for_and_ended(make: Callable[..., SmallServer]) -> None:
+def failed_start(server: SmallServer) -> str:
+    """Start a server that fails, and return the error."""
+    server.start()
+    with pytest.raises(EngineStartError) as caught:
+        server.wait_healthy()
+    return str(caught.value)
+
+
+def test_a_server_is_started_waited_for_and_ended(make: Make) -> None:
     server = make()
     server.start()
     lines: list[str] = []
@@ -90,19 +115,15 @@ def test_a_server_is_started_waited_for_and_ended(make: Callable[..., SmallServe
     ("host", "called"),
     [("10.0.0.7", "10.0.0.7"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]")],
 )
-def test_its_url_is_one_that_can_be_called(
-    make: Callable[..., SmallServer], host: str, called: str
-) -> None:
+def test_a_servers_url_is_one_that_can_be_called(make: Make, host: str, called: str) -> None:
     server = make()
     server.host = host
     assert server.url == f"http://{called}:{server.port}"
 
 
-def test_one_that_exits_shows_its_log(make: Callable[..., SmallServer]) -> None:
-    server = make("import sys; sys.exit('no such flag')")
-    server.start()
-    with pytest.raises(EngineStartError, match=r"(?s)code 1.*    no"):
-        server.wait_healthy()
+def test_a_server_that_exits_shows_its_log(make: Make) -> None:
+    error = failed_start(make("import sys; sys.exit('no such flag')"))
+    assert re.search(r"(?s)code 1.*    no", error)
 
 
 RAISE_AND_BE_KILLED = """
@@ -115,79 +136,36 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_one_that_a_python_error_ended_is_named_by_it(make: Callable[..., SmallServer]) -> None:
+def test_a_server_that_a_python_error_ended_is_named_by_it(make: Make) -> None:
     """SGLang kills its own processes after an exception in one of them."""
-    server = make(RAISE_AND_BE_KILLED)
-    server.start()
-    with pytest.raises(EngineStartError) as caught:
-        server.wait_healthy()
-    reason = str(caught.value).splitlines()[0]
+    reason = failed_start(make(RAISE_AND_BE_KILLED)).splitlines()[0]
     assert "IndexError: " in reason
     assert "memory" not in reason
 
 
-def test_an_exception_of_an_earlier_incarnation_explains_nothing(
-    make: Callable[..., SmallServer],
-) -> None:
-    servers = [make(RAISE_AND_BE_KILLED), make("import os; os.kill(os.getpid(), 9)")]
-    for server in servers:
-        server.start()
-        with pytest.raises(EngineStartError) as caught:
-            server.wait_healthy()
-    reason = str(caught.value).splitlines()[0]
+def test_an_exception_of_an_earlier_incarnation_explains_nothing(make: Make) -> None:
+    failed_start(make(RAISE_AND_BE_KILLED))
+    reason = failed_start(make("import os; os.kill(os.getpid(), 9)")).splitlines()[0]
     assert "IndexError" not in reason
     assert "memory" in reason
 
 
-class WarmedServer(SmallServer):
-    """A server that answers a first request for each of ``requests``: its seconds, or -1 for a failure."""
-
-    def __init__(self, log: Path, requests: Sequence[float], **options: Any):
-        super().__init__(log, **options)
-        self._requests = requests
-        self.answered = 0
-
-    async def _warm_up(self, client: HttpClient) -> None:
-        for seconds in self._requests:
-            await asyncio.sleep(seconds)
-            if seconds < 0:
-                raise EngineLostError("it is gone")
-            self.answered += 1
-
-
-@pytest.fixture
-def make_warmed(tmp_path: Path) -> Iterator[Callable[..., WarmedServer]]:
-    servers: list[WarmedServer] = []
-
-    def make_server(*arguments: Any, **options: Any) -> WarmedServer:
-        servers.append(WarmedServer(tmp_path / "small.log", *arguments, **options))
-        servers[-1].start()
-        return servers[-1]
-
-    yield make_server
-    for server in servers:
-        server.kill()
-
-
-def test_a_server_is_healthy_after_its_first_answers(make_warmed) -> None:
-    server, stages = make_warmed([0.1, 1.2]), []
+def test_a_server_is_healthy_after_its_first_answers(make: Make) -> None:
+    server, stages = make(requests=[0.1, 1.2]), list[str]()
+    server.start()
     assert server.wait_healthy(lambda seconds, stage: stages.append(stage)) > 1.3
     assert server.answered == 2
     assert stages[-1] == "answering its first requests"
 
 
-def test_a_first_answer_that_fails_or_takes_too_long_fails_the_start(make_warmed) -> None:
-    with pytest.raises(EngineStartError, match="first"):
-        make_warmed([0.1, -1]).wait_healthy()
-    with pytest.raises(EngineStartError, match=" 2 s"):
-        make_warmed([60.0], limit=2).wait_healthy()
+def test_a_first_answer_that_fails_or_takes_too_long_fails_the_start(make: Make) -> None:
+    assert "first" in failed_start(make(requests=[0.1, -1]))
+    assert " 2 s" in failed_start(make(requests=[60.0], limit=2))
 
 
-def test_another_one_on_the_port_is_not_taken_for_it(make: Callable[..., SmallServer]) -> None:
+def test_another_server_on_the_port_is_not_taken_for_it(make: Make) -> None:
     server = make(name="wrong", limit=2)
-    server.start()
-    with pytest.raises(EngineStartError, match=" 2 s"):
-        server.wait_healthy()
+    assert " 2 s" in failed_start(server)
     assert server.poll() == -signal.SIGKILL
 
 
@@ -220,7 +198,7 @@ def test_a_foreign_server_that_took_the_port_meanwhile_is_one_line(make, monkeyp
     assert server.poll() is not None
 
 
-def test_a_taken_port_is_told_by_its_key(make: Callable[..., SmallServer]) -> None:
+def test_a_taken_port_is_told_by_its_key(make: Make) -> None:
     first_server = make()
     first_server.start()
     first_server.wait_healthy()

@@ -145,9 +145,6 @@ def test_an_aborted_request_is_asked_again_under_a_new_id_and_counted_once():
 
 
 def test_a_late_request_is_aborted_before_it_is_asked_again(caplog):
-    async def hang_first(key: int, attempt: int) -> None:
-        await asyncio.sleep(60 if attempt == 0 else 0)
-
     client = ScriptedClient(hang_first)
     results = run(client, 1, GenerationLimits(concurrency=1, request_timeout_s=0.05))
     assert list(results) == [0]
@@ -167,18 +164,20 @@ def test_a_lost_server_of_several_costs_no_attempt():
     assert len(set(client.rids)) == 14
 
 
-def test_losses_are_bounded_too():
+async def hang(key: int, attempt: int) -> None:
+    await asyncio.sleep(60)
+
+
+async def hang_first(key: Any, attempt: int) -> None:
+    await asyncio.sleep(60 if attempt == 0 and key in (0, (0, 0)) else 0)
+
+
+def test_attempts_and_losses_are_bounded():
     async def lose_always(key: int, attempt: int) -> None:
         raise ServerLostError("a router that flaps")
 
     with pytest.raises(GenerationInterruptedError, match=r"\b20 .*flaps"):
         run(ScriptedClient(lose_always), 1, GenerationLimits(concurrency=1))
-
-
-def test_attempts_are_bounded():
-    async def hang(key: int, attempt: int) -> None:
-        await asyncio.sleep(60)
-
     client = ScriptedClient(hang)
     limits = GenerationLimits(concurrency=1, request_timeout_s=0.02, max_attempts=2)
     with pytest.raises(GenerationInterruptedError, match=r"\b2 .*0.02 s"):
@@ -203,19 +202,16 @@ def test_a_lost_engine_interrupts_at_once_and_keeps_what_is_finished():
 
 
 def test_a_silent_engine_is_lost():
-    async def hang(key: int, attempt: int) -> None:
-        await asyncio.sleep(60)
-
     limits = GenerationLimits(concurrency=1, hang_timeout_s=0.2)
     with pytest.raises(GenerationInterruptedError, match=r"0.2"):
         run(ScriptedClient(hang, lost_after_s=0.1), 1, limits)
 
 
 def test_stop_aborts_what_is_in_flight():
-    async def hang(key: int, attempt: int) -> None:
+    async def answer_one(key: int, attempt: int) -> None:
         await asyncio.sleep(60 if key else 0)
 
-    client = ScriptedClient(hang)
+    client = ScriptedClient(answer_one)
     with pytest.raises(StopRequestedError, match="1 of 4"):
         run(client, 4, GenerationLimits(concurrency=4), stop=lambda: True)
     assert len(client.aborted) == 3
@@ -364,25 +360,18 @@ def test_a_call_over_a_long_update_is_not_asked_again():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_generation_counts_responses_that_took_too_long(size):
+def test_a_generation_counts_responses_that_took_too_long(size, runner):
     """Responses that take too long are sampled again, which may favour short ones. Here one call times out, once."""
 
     class OneToken(ScriptedClient):
         def result(self, request: GenerationRequest) -> Trajectory:
             return Trajectory.of_response(request.prompt_ids, [1])
 
-    async def hang_first(key: tuple[int, int], attempt: int) -> None:
-        await asyncio.sleep(60 if key == (0, 0) and attempt == 0 else 0)
-
     job = GenerationJob([Problem(0, "p", "a", (1,))], 4, SamplingParams(4))
     timed_generation = Generation(job, "generate")
     limits = GenerationLimits(4, request_timeout_s=0.5, responses_per_call=size)
-    runner = AsyncRunner()
-    try:
-        timed_generation.resume(runner, OneToken(hang_first), limits, lambda: False, Slots(4))
-        assert timed_generation.wait(lambda: False) == (GenerationEnd.DONE, "")
-    finally:
-        runner.close()
+    timed_generation.resume(runner, OneToken(hang_first), limits, lambda: False, Slots(4))
+    assert timed_generation.wait(lambda: False) == (GenerationEnd.DONE, "")
     assert timed_generation.timed_out == size
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -204,34 +205,26 @@ def test_a_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("section", "key", "value"),
     [
-        ("aggregation", "token-mean"),
-        ("reference_estimator", "k2"),
-        ("reference_importance_weights", True),
-        ("reference_kl", 0.25),
-        ("truncated_responses", "drop"),
+        ("algorithm", "aggregation", "token-mean"),
+        ("algorithm", "reference_estimator", "k2"),
+        ("algorithm", "reference_importance_weights", True),
+        ("algorithm", "reference_kl", 0.25),
+        ("algorithm", "truncated_responses", "drop"),
+        ("data", "chat_template_arguments", {"enable_thinking": False}),
     ],
 )
-def test_what_the_loss_is_belongs_to_the_identity(tmp_path, key, value):
+def test_a_change_of_the_loss_or_of_the_prompts_is_another_run(tmp_path, section, key, value):
     before = config(tmp_path)
-    algorithm = before.algorithm.model_copy(update={key: value})
-    after = before.model_copy(update={"algorithm": algorithm})
-    state = RunState(3, {}, identity_of(before, "abc"))
-    with pytest.raises(ResumeError, match=f"algorithm.{key}: .* there, {value!r} now"):
-        state.check_identity(identity_of(after, "abc"), "step_3")
-
-
-def test_a_chat_templates_arguments_belong_to_the_identity(tmp_path):
-    """A run without such arguments resumes from checkpoints that do not have the key."""
-    before = config(tmp_path)
-    data = before.data.model_copy(update={"chat_template_arguments": {"enable_thinking": False}})
-    after = before.model_copy(update={"data": data})
-    key = "data.chat_template_arguments"
-    assert key not in identity_of(before, "abc")
-    state = RunState(3, {}, identity_of(before, "abc"))
-    with pytest.raises(ResumeError, match=f"{key}: None there, .*enable_thinking"):
-        state.check_identity(identity_of(after, "abc"), "step_3")
+    changed = getattr(before, section).model_copy(update={key: value})
+    after = before.model_copy(update={section: changed})
+    identity = identity_of(before, "abc")
+    # Checkpoints of runs without arguments of the chat template do not have their key.
+    assert "data.chat_template_arguments" not in identity
+    words = f"{section}.{key}: .* there, {re.escape(repr(value))} now"
+    with pytest.raises(ResumeError, match=words):
+        RunState(3, {}, identity).check_identity(identity_of(after, "abc"), "step_3")
 
 
 def test_a_state_of_another_version_is_refused():
