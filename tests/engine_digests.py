@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
 from megatron_dppo.weights.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.weights.verification import compare_checksums
+
+Fault = tuple[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor]]
+"""A fault of an engine: the tensor's name, and its wrong value by the engine's tensor and the Hugging Face tensors."""
 
 
 def random_weights(

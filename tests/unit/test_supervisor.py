@@ -48,30 +48,44 @@ def wait_for_both_ranks(word: str) -> str:
 
 
 class Run:
-    """A supervised run in ``directory``. ``rank``, ``engine``: Python code of the processes (``supervised_run.py``)."""
+    """A supervised run in ``directory``. ``rank``, ``engine``: Python code of the processes. ``options``: other keys of
+    the SPEC of ``supervised_run.py``.
+    """
 
-    def __init__(self, directory: Path, rank: str, engine: tuple[str, ...], world_size: int = 2,
-                 max_restarts: int = 1, other_engines: tuple[tuple[str, ...], ...] = (),
-                 router: tuple[str, ...] = (), attached: tuple[str, ...] = (),
-                 rank_restarts: int = 0, rank_pause_s: float = 0.05) -> None:  # fmt: skip
+    def __init__(
+        self,
+        directory: Path,
+        rank: str,
+        engine: tuple[str, ...],
+        *,
+        other_engines: tuple[tuple[str, ...], ...] = (),
+        output: int = subprocess.PIPE,
+        **options: Any,
+    ) -> None:
         self.directory = directory
         directory.mkdir(exist_ok=True)
+        defaults = {"world_size": 2, "router": (), "attached": (), "max_restarts": 1}
+        servers = [engine, *other_engines] if engine else []
         spec = {
-            "directory": str(directory), "rank": rank, "world_size": world_size,
-            "servers": [engine, *other_engines] if engine else [], "router": router,
-            "attached": attached, "max_restarts": max_restarts,
-            "rank_restarts": rank_restarts, "rank_pause_s": rank_pause_s,
-        }  # fmt: skip
+            **defaults,
+            "directory": str(directory),
+            "rank": rank,
+            "servers": servers,
+            **options,
+        }
         self.log = directory / "supervisor.err"
         with self.log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.unit.supervised_run", json.dumps(spec)],
-                cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
+                cwd=ROOT, stdout=output, stderr=errors, start_new_session=True,
             )  # fmt: skip
 
     def notes(self) -> list[str]:
         path = self.directory / "notes"
         return path.read_text().splitlines() if path.exists() else []
+
+    def rank_output(self, rank: int = 0) -> str:
+        return (self.directory / "logs" / f"rank{rank}.out").read_text()
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         def is_over() -> bool:
@@ -84,9 +98,9 @@ class Run:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def end(self) -> int:
-        code = exit_code(self.process)
-        assert self.process.stdout is not None
-        self.output = self.process.stdout.read().decode()
+        assert happens(lambda: self.process.poll() is not None, PATIENT_S)
+        code = self.process.wait()
+        self.output = self.process.stdout.read().decode() if self.process.stdout else ""
         return code
 
     def errors(self) -> str:
@@ -113,11 +127,6 @@ def start(tmp_path):
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended with its parent
                 process.kill()
-
-
-def exit_code(process: subprocess.Popen[bytes]) -> int:
-    assert happens(lambda: process.poll() is not None, PATIENT_S)
-    return process.wait()
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -148,8 +157,7 @@ def test_a_run_ends_well_and_takes_everything_with_it(start):
     family = run.family()
     assert run.end() == 0
     assert run.output == "hello\n"
-    assert (run.directory / "logs" / "rank0.out").read_text() == "stray 0\nhello\n"
-    assert (run.directory / "logs" / "rank1.out").read_text() == "stray 1\n"
+    assert (run.rank_output(0), run.rank_output(1)) == ("stray 0\nhello\n", "stray 1\n")
     assert all_end(family)
     assert run.endpoint() is None
 
@@ -175,7 +183,7 @@ def test_ranks_are_told_their_place(start):
 
 
 def test_a_rank_that_raises_ends_the_run_and_is_named(start):
-    # Rank 1 is the cause but slow to exit; rank 0 fails because of it and exits first.
+    """Rank 1 is the cause but slow to exit. The other ranks fail because of it, exit first, and share a line."""
     rank = RANK + (
         "if rank == 1:\n"
         "    print('ValueError: cause', file=sys.stderr, flush=True)\n"
@@ -183,24 +191,12 @@ def test_a_rank_that_raises_ends_the_run_and_is_named(start):
         "wait_for('notes'); time.sleep(0.1)\n"
         "sys.exit('connection closed by peer')\n"
     )
-    run = start(rank, STAYS_UP)
-    assert run.end() == 1
-    errors = run.errors()
-    assert mentions(errors, "rank 1", 3, "    ValueError: cause", "rank 0 failed")
-
-
-def test_ranks_that_fail_after_the_cause_share_a_line(start):
-    rank = RANK + (
-        "if rank == 1:\n"
-        "    note('failed'); time.sleep(0.5); sys.exit(3)\n"
-        "wait_for('notes'); time.sleep(0.1)\n"
-        "sys.exit('connection closed by peer')\n"
-    )
     run = start(rank, STAYS_UP, world_size=4)
     assert run.end() == 1
-    followers = [line for line in run.errors().splitlines() if "failed too" in line]
-    assert len(followers) == 1
-    assert all(f"{rank}" in followers[0] for rank in (0, 2, 3))
+    errors = run.errors()
+    assert mentions(errors, "rank 1", 3, "    ValueError: cause", "failed too")
+    (followers,) = [line for line in errors.splitlines() if "failed too" in line]
+    assert all(f"{rank}" in followers for rank in (0, 2, 3))
 
 
 LOGS = (
@@ -226,7 +222,7 @@ def test_the_rank_that_failed_first_is_the_cause_though_it_was_the_last_to_speak
     assert mentions(errors, "rank 1", "ValueError: cause", "rank 0 failed")
 
 
-def test_a_full_disk_under_the_console_and_the_logs_ends_no_run(tmp_path):
+def test_a_full_disk_under_the_console_and_the_logs_ends_no_run(start, tmp_path):
     """The terminal, rank 0's standard output and its log are on /dev/full. Only standard error can be written."""
     rank = "rank = 0\n" + LOGS + (
         "import logging\n"
@@ -236,13 +232,13 @@ def test_a_full_disk_under_the_console_and_the_logs_ends_no_run(tmp_path):
         "for i in range(100): log.info('line %d', i); shared_console().print(f'row {i}')\n"
         "note('done')\n"
     )  # fmt: skip
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank0.log").symlink_to("/dev/full")
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "rank0.log").symlink_to("/dev/full")
     with open("/dev/full", "wb") as full:
-        process = start_supervised(tmp_path, rank, full.fileno())
-    assert exit_code(process) == 0
-    assert (tmp_path / "notes").read_text() == "done\n"
-    [line] = (tmp_path / "logs" / "rank0.out").read_text().splitlines()
+        run = start(rank, world_size=1, output=full.fileno())
+    assert run.end() == 0
+    assert run.notes() == ["done"]
+    [line] = run.rank_output().splitlines()
     assert mentions(line, "rank0.log", os.strerror(errno.ENOSPC))
 
 
@@ -367,9 +363,11 @@ def test_a_stop_before_the_ranks_listen(start):
     assert "before the training began" in run.errors()
 
 
+IGNORES_SIGTERM = "signal.signal(signal.SIGTERM, lambda *_: note('deaf'))\nnote('up')\n" + SLEEP
+
+
 def test_a_second_signal_ends_at_once(start):
-    ignores_sigterm = "signal.signal(signal.SIGTERM, lambda *_: note('deaf'))\nnote('up')\n" + SLEEP
-    run = start(ignores_sigterm, STAYS_UP)
+    run = start(IGNORES_SIGTERM, STAYS_UP)
     run.wait_until(lambda: len(run.notes()) == 2)
     family = run.family()
     run.process.send_signal(signal.SIGINT)
@@ -572,10 +570,8 @@ def test_a_checkpoint_comes_first_where_the_last_server_is_given_up(start):
 
 
 def test_ctrl_c_ends_at_once_where_the_last_server_is_given_up(start):
-    ignores_sigterm = "signal.signal(signal.SIGTERM, lambda *_: note('deaf'))\nnote('up')\n" + SLEEP
-    run = start(
-        ignores_sigterm, HEALTHY + wait_for_both_ranks("up") + OUT_OF_MEMORY, max_restarts=0
-    )
+    die = HEALTHY + wait_for_both_ranks("up") + OUT_OF_MEMORY
+    run = start(IGNORES_SIGTERM, die, max_restarts=0)
     run.wait_until(lambda: run.notes().count("deaf") == 2)
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 1
@@ -604,19 +600,7 @@ def test_a_dead_router_is_started_again_and_in_the_end_done_without(start):
     assert "restart 1 of 1" in run.errors()
 
 
-def start_supervised(directory: Path, rank: str, terminal: int) -> subprocess.Popen[bytes]:
-    """Start a run of one rank with ``terminal`` as its standard output."""
-    spec = {
-        "directory": str(directory), "rank": rank, "world_size": 1, "servers": [], "router": [],
-        "attached": [], "max_restarts": 0,
-    }  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.supervised_run", json.dumps(spec)],
-        cwd=ROOT, stdout=terminal, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-
-
-def test_rank_0_draws_on_the_terminal_and_its_file_is_plain(tmp_path):
+def test_rank_0_draws_on_the_terminal_and_its_file_is_plain(start):
     """Progress bars go only to the terminal, at its width; console lines to both; library output only to the file."""
     code = (
         "from megatron_dppo.logging import shared_console\n"
@@ -629,7 +613,7 @@ def test_rank_0_draws_on_the_terminal_and_its_file_is_plain(tmp_path):
     )
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 123, 0, 0))
-    process = start_supervised(tmp_path, code, terminal)
+    run = start(code, world_size=1, output=terminal)
     os.close(terminal)
     terminal_output = b""
     try:
@@ -637,24 +621,24 @@ def test_rank_0_draws_on_the_terminal_and_its_file_is_plain(tmp_path):
             terminal_output += chunk
     except OSError:
         pass  # The process has closed the other end of the terminal.
-    assert exit_code(process) == 0
+    assert run.end() == 0
     assert b"generate" in terminal_output
     assert b"3/3" in terminal_output
     assert b"stray" not in terminal_output
     assert b"\x1b[32mstep 7 123\x1b[0m" in terminal_output
-    assert (tmp_path / "logs" / "rank0.out").read_text() == "stray\nstep 7 123\n"
+    assert run.rank_output() == "stray\nstep 7 123\n"
 
 
-def test_a_run_outlives_whoever_read_its_output(tmp_path):
+def test_a_run_outlives_the_reader_of_its_output(start):
     code = (
         "from megatron_dppo.logging import shared_console\n"
         "wait_for('closed'); shared_console().print('unread'); note('went on')\n"
     )
     read_end, write_end = os.pipe()
-    process = start_supervised(tmp_path, code, write_end)
+    run = start(code, world_size=1, output=write_end)
     os.close(write_end)
     os.close(read_end)
-    (tmp_path / "closed").touch()
-    assert exit_code(process) == 0
-    assert (tmp_path / "notes").read_text() == "went on\n"
-    assert (tmp_path / "logs" / "rank0.out").read_text() == "unread\n"
+    (run.directory / "closed").touch()
+    assert run.end() == 0
+    assert run.notes() == ["went on"]
+    assert run.rank_output() == "unread\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from megatron_dppo.model.mapping import EngineLayout, Segment, engine_parameters
 from megatron_dppo.model.resharding import check_tiling, prove_resharding
 from megatron_dppo.model.shape import ModelShape, YarnRopeScaling, active_parameters, shape_of_json
 from megatron_dppo.tensor_hash import tiled_hash
-from tests.engine_digests import expected_digests, mismatched_tensors, random_weights
+from tests.engine_digests import Fault, expected_digests, mismatched_tensors, random_weights
 from tests.tiny_models import save_tiny_model, tensors_of
 from tests.unit.published_configs import CONFIGS, published, refused_keys, written
 from tests.unit.rank_threads import on_ranks
@@ -452,7 +452,7 @@ def test_the_engines_attention_has_the_same_sinks(is_causal: bool) -> None:
 # --- planted faults
 
 
-def engine_experts(hf: dict[str, Tensor], layer: int = 0) -> dict[str, Tensor]:
+def engine_experts(hf: Mapping[str, Tensor], layer: int = 0) -> dict[str, Tensor]:
     """The expert tensors of a layer, with SGLang's names, as its loader builds them from a checkpoint's tensors."""
     prefix = f"model.layers.{layer}.mlp.experts."
 
@@ -484,63 +484,36 @@ def engine_tensors(hf: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-Fault = Callable[[dict[str, Tensor], dict[str, Tensor]], str]
-"""Changes a tensor of the engine, and returns its name. Arguments: the engine's tensors, the Hugging Face tensors."""
-
-
-def gates_before_ups(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = f"{EXPERTS}w13_weight"
-    engine[name] = torch.cat([engine[name][:, ::2], engine[name][:, 1::2]], 1)
-    return name
-
-
-def ups_before_gates_in_the_bias(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = f"{EXPERTS}w13_weight_bias"
-    engine[name] = engine[name].view(4, -1, 2).flip(-1).reshape(4, -1)
-    return name
-
-
-def a_matrix_that_is_not_transposed(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = f"{EXPERTS}w2_weight"
-    engine[name] = engine[name].transpose(1, 2).contiguous()
-    return name
-
-
-def the_bias_of_another_expert(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = f"{EXPERTS}w2_weight_bias"
-    engine[name] = engine[name][[0, 2, 1, 3]]
-    return name
-
-
-def an_expert_of_another_layer(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = f"{EXPERTS}w13_weight"
+def with_expert_of_layer_1(held: Tensor, hf: Mapping[str, Tensor]) -> Tensor:
     other = engine_experts(hf, 1)["model.layers.1.mlp.experts.w13_weight"]
-    engine[name] = torch.cat([engine[name][:3], other[3:]])
-    return name
+    return torch.cat([held[:3], other[3:]])
 
 
-def sinks_of_the_update_before(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = "model.layers.0.self_attn.sinks"
-    engine[name] = engine[name] + 1
-    return name
-
-
-def sinks_of_another_layer(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = "model.layers.0.self_attn.sinks"
-    engine[name] = hf["model.layers.1.self_attn.sinks"]
-    return name
-
-
-def a_router_without_its_bias(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = "model.layers.0.mlp.router.bias"
-    engine[name] = torch.zeros_like(engine[name])
-    return name
-
-
-def a_bias_of_the_output_that_is_missing(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = "model.layers.0.self_attn.o_proj.bias"
-    engine[name] = torch.zeros_like(engine[name])
-    return name
+SINKS = "model.layers.{}.self_attn.sinks"
+FAULTS: dict[str, Fault] = {
+    "gates before ups": (
+        f"{EXPERTS}w13_weight", lambda held, hf: torch.cat([held[:, ::2], held[:, 1::2]], 1),
+    ),
+    "ups before gates in the bias": (
+        f"{EXPERTS}w13_weight_bias", lambda held, hf: held.view(4, -1, 2).flip(-1).reshape(4, -1),
+    ),
+    "a matrix that is not transposed": (
+        f"{EXPERTS}w2_weight", lambda held, hf: held.transpose(1, 2).contiguous(),
+    ),
+    "the bias of another expert": (
+        f"{EXPERTS}w2_weight_bias", lambda held, hf: held[[0, 2, 1, 3]],
+    ),
+    "an expert of another layer": (f"{EXPERTS}w13_weight", with_expert_of_layer_1),
+    "sinks of the update before": (SINKS.format(0), lambda held, hf: held + 1),
+    "sinks of another layer": (SINKS.format(0), lambda held, hf: hf[SINKS.format(1)]),
+    "a router without its bias": (
+        "model.layers.0.mlp.router.bias", lambda held, hf: torch.zeros_like(held),
+    ),
+    "an output without its bias": (
+        "model.layers.0.self_attn.o_proj.bias", lambda held, hf: torch.zeros_like(held),
+    ),
+}  # fmt: skip
+"""Changes a tensor of the engine, and returns its name. Arguments: the engine's tensors, the Hugging Face tensors."""
 
 
 def test_the_checksums_are_those_of_what_sglang_builds() -> None:
@@ -548,24 +521,11 @@ def test_the_checksums_are_those_of_what_sglang_builds() -> None:
     assert mismatched_tensors(tiny(), hf, engine_tensors(hf)) == []
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        gates_before_ups,
-        ups_before_gates_in_the_bias,
-        a_matrix_that_is_not_transposed,
-        the_bias_of_another_expert,
-        an_expert_of_another_layer,
-        sinks_of_the_update_before,
-        sinks_of_another_layer,
-        a_router_without_its_bias,
-        a_bias_of_the_output_that_is_missing,
-    ],
-)
-def test_a_planted_fault_is_named(plant: Fault) -> None:
+@pytest.mark.parametrize(("name", "change"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_named(name: str, change: Any) -> None:
     hf = random_weights(tiny())
     engine = engine_tensors(hf)
-    name = plant(engine, hf)
+    engine[name] = change(engine[name], hf)
     assert mismatched_tensors(tiny(), hf, engine) == [name]
 
 

@@ -4,7 +4,7 @@ checkpoints and in the engine, and faults planted in the engine's tensors."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults
 from megatron_dppo.model.mapping import EngineLayout, carried_names, engine_parameters
 from megatron_dppo.model.resharding import prove_resharding
 from megatron_dppo.model.shape import ModelShape
-from tests.engine_digests import expected_digests, mismatched_tensors, random_weights
+from tests.engine_digests import Fault, expected_digests, mismatched_tensors, random_weights
 from tests.tiny_models import save_tiny_model, tensors_of
 from tests.unit.families.test_qwen3_next import tiny_shape
 from tests.unit.published_configs import CONFIGS, published, refused_keys, written
@@ -161,7 +161,7 @@ def weights(shape: ModelShape) -> dict[str, Tensor]:
     return random_weights(shape, float32_ends=("linear_attn.norm.weight",))
 
 
-def stack_experts(hf: dict[str, Tensor], layer: int = 0) -> tuple[Tensor, Tensor]:
+def stack_experts(hf: Mapping[str, Tensor], layer: int = 0) -> tuple[Tensor, Tensor]:
     """Return the tensors of all experts of a layer, in the form of files and SGLang."""
     prefix = LAYER.format(layer) + "mlp.experts."
     ups = [
@@ -194,46 +194,31 @@ def engine_tensors(hf: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-Fault = Callable[[dict[str, Tensor], dict[str, Tensor]], str]
-
-
-def halves_of_the_packed_tensor_swapped(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = "model.layers.0.mlp.experts.w13_weight"
-    engine[name] = torch.cat(engine[name].chunk(2, 1)[::-1], 1)
-    return name
-
-
-def another_expert(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = "model.layers.0.mlp.experts.w2_weight"
-    engine[name] = engine[name][[0, 2, 1, 3]]
-    return name
-
-
-def an_expert_of_another_layer(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = "model.layers.0.mlp.experts.w13_weight"
-    engine[name] = torch.cat([engine[name][:3], stack_experts(hf, 1)[0][3:]])
-    return name
-
-
-def missing_one(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    """The norm's weight lacks the 1 that SGLang adds."""
-    name = "model.layers.0.input_layernorm.gemma_weight"
-    engine[name] = hf[LAYER.format(0) + "input_layernorm.weight"]
-    return name
-
-
-def inputs_of_two_numbers_swapped(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = "model.layers.0.linear_attn.in_proj_ba.weight"
-    engine[name] = torch.cat(engine[name].chunk(2)[::-1])
-    return name
-
-
-def gate_of_the_update_before(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    """The rows of the gate keep earlier values, here zeros."""
-    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+def with_earlier_gate(held: Tensor, hf: Mapping[str, Tensor]) -> Tensor:
+    """Keep earlier values, here zeros, in the rows of the gate."""
     rows = len(hf[LAYER.format(0) + "linear_attn.in_proj_z.weight"])
-    engine[name] = torch.cat([engine[name][:-rows], torch.zeros_like(engine[name][-rows:])])
-    return name
+    return torch.cat([held[:-rows], torch.zeros_like(held[-rows:])])
+
+
+EXPERTS = "model.layers.0.mlp.experts."
+DELTA = "model.layers.0.linear_attn."
+FAULTS: dict[str, Fault] = {
+    "halves of the packed tensor swapped": (
+        f"{EXPERTS}w13_weight", lambda held, hf: torch.cat(held.chunk(2, 1)[::-1], 1),
+    ),
+    "another expert": (f"{EXPERTS}w2_weight", lambda held, hf: held[[0, 2, 1, 3]]),
+    "an expert of another layer": (
+        f"{EXPERTS}w13_weight", lambda held, hf: torch.cat([held[:3], stack_experts(hf, 1)[0][3:]]),
+    ),
+    "a norm without its 1": (
+        "model.layers.0.input_layernorm.gemma_weight",
+        lambda held, hf: hf[LAYER.format(0) + "input_layernorm.weight"],
+    ),
+    "two numbers of a head swapped": (
+        f"{DELTA}in_proj_ba.weight", lambda held, hf: torch.cat(held.chunk(2)[::-1]),
+    ),
+    "the gate of the update before": (f"{DELTA}in_proj_qkvz.weight", with_earlier_gate),
+}  # fmt: skip
 
 
 def test_the_checksums_are_those_of_what_sglang_builds() -> None:
@@ -243,19 +228,9 @@ def test_the_checksums_are_those_of_what_sglang_builds() -> None:
     assert not [name for name in digests if "language_model" in name or ".self_attn." in name]
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        halves_of_the_packed_tensor_swapped,
-        another_expert,
-        an_expert_of_another_layer,
-        missing_one,
-        inputs_of_two_numbers_swapped,
-        gate_of_the_update_before,
-    ],
-)
-def test_a_planted_fault_is_named(plant: Fault) -> None:
+@pytest.mark.parametrize(("name", "change"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_named(name: str, change: Any) -> None:
     hf = weights(tiny_shape(PUBLISHED))
     engine = engine_tensors(hf)
-    name = plant(engine, hf)
+    engine[name] = change(engine[name], hf)
     assert mismatched_tensors(tiny_shape(PUBLISHED), hf, engine) == [name]

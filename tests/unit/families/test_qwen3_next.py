@@ -4,6 +4,7 @@ engine, and their arithmetic on packed sequences."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ from megatron_dppo.model.mapping import (
 )
 from megatron_dppo.model.resharding import prove_resharding
 from megatron_dppo.model.shape import ModelShape, active_parameters, shape_of_json
-from tests.engine_digests import expected_digests, mismatched_tensors, random_weights
+from tests.engine_digests import Fault, expected_digests, mismatched_tensors, random_weights
 from tests.unit.published_configs import CONFIGS, published, refused_keys
 from tests.unit.test_trainer_config import build as build_config
 
@@ -202,46 +203,35 @@ def engine_tensors(hf: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def stale_one_plus(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    """The engine still has 1 + weight of the previous update."""
-    name = "model.layers.0.input_layernorm.gemma_weight"
-    engine[name] = torch.ones_like(engine[name])
-    return name
-
-
-def missing_one(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = "model.norm.gemma_weight"
-    engine[name] = hf["model.norm.weight"]
-    return name
-
-
-def halves_of_the_fused_inputs_swapped(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    """The values and the gates of each key head are swapped."""
-    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
-    heads = engine[name].view(2, 2 * 4 + 2 * 12, -1)
+def with_values_and_gates_swapped(held: Tensor, hf: Mapping[str, Tensor]) -> Tensor:
+    """Swap the values and the gates of each key head."""
+    heads = held.view(2, 2 * 4 + 2 * 12, -1)
     q_and_k, values, gates = heads.split([8, 12, 12], 1)
-    engine[name] = torch.cat([q_and_k, gates, values], 1).reshape_as(engine[name])
-    return name
+    return torch.cat([q_and_k, gates, values], 1).reshape_as(held)
 
 
-def inputs_of_two_numbers_swapped(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = "model.layers.0.linear_attn.in_proj_ba.weight"
-    engine[name] = engine[name].view(2, 2, 2, -1).flip(1).reshape_as(engine[name])
-    return name
-
-
-def rounded_decay(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = "model.layers.0.linear_attn.A_log"
-    engine[name] = engine[name].bfloat16()
-    return name
-
-
-def gate_before_the_query(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    name = "model.layers.3.qkv_proj.weight"
+def with_the_gate_first(held: Tensor, hf: Mapping[str, Tensor]) -> Tensor:
     rows = len(hf["model.layers.3.self_attn.q_proj.weight"])
-    queries = engine[name][:rows].view(4, 2, 8, -1).flip(1).reshape(rows, -1)
-    engine[name] = torch.cat([queries, engine[name][rows:]])
-    return name
+    queries = held[:rows].view(4, 2, 8, -1).flip(1).reshape(rows, -1)
+    return torch.cat([queries, held[rows:]])
+
+
+DELTA = "model.layers.0.linear_attn."
+FAULTS: dict[str, Fault] = {
+    "1 + weight of the update before": (
+        "model.layers.0.input_layernorm.gemma_weight", lambda held, hf: torch.ones_like(held),
+    ),
+    "a norm without its 1": (
+        "model.norm.gemma_weight", lambda held, hf: hf["model.norm.weight"],
+    ),
+    "values and gates swapped": (f"{DELTA}in_proj_qkvz.weight", with_values_and_gates_swapped),
+    "two numbers of a head swapped": (
+        f"{DELTA}in_proj_ba.weight",
+        lambda held, hf: held.view(2, 2, 2, -1).flip(1).reshape_as(held),
+    ),
+    "a rounded decay": (f"{DELTA}A_log", lambda held, hf: held.bfloat16()),
+    "the gate before the query": ("model.layers.3.qkv_proj.weight", with_the_gate_first),
+}  # fmt: skip
 
 
 def test_the_checksums_are_those_of_what_sglang_builds() -> None:
@@ -251,21 +241,11 @@ def test_the_checksums_are_those_of_what_sglang_builds() -> None:
     assert not [name for name in digests if ".self_attn." in name]
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        stale_one_plus,
-        missing_one,
-        halves_of_the_fused_inputs_swapped,
-        inputs_of_two_numbers_swapped,
-        rounded_decay,
-        gate_before_the_query,
-    ],
-)
-def test_a_planted_fault_is_named(plant: Any) -> None:
+@pytest.mark.parametrize(("name", "change"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_named(name: str, change: Any) -> None:
     hf = weights(tiny_shape())
     engine = engine_tensors(hf)
-    name = plant(engine, hf)
+    engine[name] = change(engine[name], hf)
     assert mismatched_tensors(tiny_shape(), hf, engine) == [name]
 
 
