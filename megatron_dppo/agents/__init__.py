@@ -1,4 +1,5 @@
-"""Agents as environments: programs that call the policy by OpenAI's chat completions (``environment.name: agent``).
+"""Agents as environments: programs that call the policy by OpenAI's API of chat completions.
 
-The environment is found by its entry point (``megatron_dppo.environments`` in pyproject.toml), as a user's own is.
+``environment.name: agent`` is found by an entry point (``megatron_dppo.environments`` in pyproject.toml), as an
+environment of another package is.
 """

@@ -1,4 +1,4 @@
-"""The command ``convert``: whole checkpoints from one format to another, and adapters merged into their base.
+"""The command ``convert``: it converts whole checkpoints, merges adapters, and writes a run's adapters for PEFT.
 
-A run reads and writes single formats (``checkpoint_conversion``) and does not import this package.
+A run reads and writes checkpoints by ``checkpoint_conversion`` and does not import this package.
 """

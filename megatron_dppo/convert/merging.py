@@ -1,4 +1,4 @@
-"""Adapters that leave training: merged into their base, or from a run's checkpoint to a folder in PEFT's format."""
+"""Merge the adapters of a PEFT folder into their base; write the adapters of a run's checkpoint as a PEFT folder."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def merge_adapters(
 ) -> Certificate:
     """Write ``hf_dir`` with the adapters of ``peft_dir`` merged into it, in the dtype of ``hf_dir``, and a certificate.
 
-    Each row is ``W + scale * B A`` in fp32, rounded once. If PEFT subtracted the initial B A from the base (PiSSA,
-    OLoRA), W is the result of ``residual``. Raises CheckpointError if the adapters do not fit the model, or are no LoRA
-    that can be merged; then no files are left.
+    Each adapted matrix is ``W + scale * B A``, summed in fp32 and then rounded. If PEFT subtracted the initial B A
+    from the base (PiSSA, OLoRA), W is the result of ``residual``. Raises CheckpointError if the adapters do not fit
+    the model, or cannot be merged; then no files are left.
     """
     folder = Path(peft_dir)
     config = read_peft_config(folder)
@@ -146,7 +146,7 @@ def _stored_tensors(
         first_row = 0
         count = dims[0]
         if expert is not None:
-            # Row ``expert`` of the stored tensor is this expert's matrix.
+            # The first dimension of the stored tensor counts the experts.
             first_row = expert
             count = 1
         rows = stored.read_rows(key, first_row, count)
@@ -175,12 +175,13 @@ def _merged_rows(
                 if residual_weight is None
                 else residual_weight[start:end]
             )
-            # Sum in fp32 and round once: in bfloat16 a small delta would be lost.
+            # Sum in fp32, so that the delta itself is not rounded.
             delta = factors.scale * (factors.b[start:end] @ factors.a)
             yield name, start, (rows.float() + delta).to(rows.dtype)
 
 
 def _recorded_model(folder: Path) -> dict[str, Any]:
+    """Return the model in a checkpoint's manifest. Raises CheckpointError without adapters, or with trained routers."""
     path = folder / "manifest.json"
     expected = "the manifest of a training checkpoint"
     manifest = read_json(path, expected)
@@ -191,7 +192,7 @@ def _recorded_model(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: holds no adapters: the whole model was trained")
     if model["lora.train_router"]:
         raise CheckpointError(
-            f"{folder}: holds trained routers, which a folder of adapters can't; resume the run and "
+            f"{folder}: holds trained routers, which PEFT's format can't hold; resume the run and "
             "take its merged export"
         )
     return model

@@ -1,5 +1,5 @@
-"""Stand-ins for a GPU: Megatron-Core without CUDA, layers of torch modules, and SGLang on a CPU (``engine``).
+"""Stand-ins for a GPU: for ``torch.cuda`` and Transformer Engine's layers in the trainer, and SGLang on a CPU.
 
-Both sides are found by their entry points (``megatron_dppo.stand_ins`` and ``sglang.srt.platforms`` in pyproject.toml),
-so the trainer and the engine do not import this package.
+The trainer finds its stand-ins by the entry points ``megatron_dppo.stand_ins``, SGLang finds ``engine`` by
+``sglang.srt.platforms`` (pyproject.toml). So neither the trainer nor the engine imports this package.
 """

@@ -5,7 +5,8 @@
 
 A process may die while it appends a frame, so the last frame of a file may be incomplete. ``read_frames`` does not
 return an incomplete frame, and ``open_frames`` removes it. ``read_frames`` skips a frame whose content does not have
-the hash in the frame.
+the hash in the frame. Frames behind a damaged header cannot be found: ``read_frames`` ends at the header, and
+``open_frames`` removes them.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class ScoredResponse:
 
 
 def open_frames(path: Path) -> BinaryIO:
-    """Open a file to append frames, after removing an incomplete frame at its end. Raises OSError."""
+    """Open a file to append frames. Removes all that follows the first incomplete or damaged header. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "ab+")  # noqa: SIM115  returned
+    file = open(path, "ab+")  # noqa: SIM115  the caller closes the file
     size = path.stat().st_size
     start = 0
     while start < size:
@@ -84,7 +85,7 @@ def append_frame(file: BinaryIO, response: ScoredResponse) -> None:
 
 
 def read_frames(path: Path) -> Iterator[ScoredResponse]:
-    """Yield the responses of the complete frames of a file, in order; log a warning for each damaged frame."""
+    """Yield the responses of the intact frames of a file, in order. Logs a warning for each damaged frame."""
     with open(path, "rb") as file:
         while len(header := file.read(_HEADER)) == _HEADER:
             length = _content_length(header)

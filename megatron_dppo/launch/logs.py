@@ -6,7 +6,6 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 from pathlib import Path
 
 from megatron_dppo.launch.placement import LaunchError
@@ -17,9 +16,9 @@ from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import tail
 
 _LINES_READ = 400
-"""Number of lines that are read from the end of a log."""
-_RECORD_START = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} \[\w+\] (\w+) ")
-"""Start of a log record's first line: time, process, and the level as group 1."""
+"""Number of lines that are read from the end of each of several logs, at least."""
+_RECORD_START = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) \[\w+\] (\w+) ")
+"""Start of a log record's first line: time, process, and the level as group 2."""
 _IMPORTANT_LEVELS = {"WARNING", "ERROR", "CRITICAL"}
 _WARNING_FOR_AUTHORS = re.compile(r" py\.warnings: .*(Deprecation|Future)Warning")
 _MAIN_LOGS = ("supervisor.log", "rank0.log")
@@ -45,7 +44,7 @@ def log_lines(directory: Path, name: str | None, count: int) -> list[str]:
 
 
 def important_lines(directory: Path, count: int) -> list[str]:
-    """Return the last warnings and errors of supervisor and rank 0, the first line of each.
+    """Return the first lines of the last ``count`` warnings and errors of supervisor and rank 0.
 
     Python's warnings for authors of libraries are left out.
     """
@@ -55,7 +54,7 @@ def important_lines(directory: Path, count: int) -> list[str]:
 
 def _is_important(line: str) -> bool:
     match = _RECORD_START.match(line)
-    if match is None or match[1] not in _IMPORTANT_LEVELS:
+    if match is None or match[2] not in _IMPORTANT_LEVELS:
         return False
     return _WARNING_FOR_AUTHORS.search(line) is None
 
@@ -64,18 +63,23 @@ def merged(paths: Sequence[Path], count: int) -> list[str]:
     """Return the last ``count`` lines of several logs, their records in the order of time."""
     records: list[list[str]] = []
     for path in paths:
-        records += _records(path)
+        records += _records(path, max(count, _LINES_READ))
     lines: list[str] = []
-    # The first line of a record begins with its time.
-    for record in sorted(records, key=itemgetter(0)):
+    for record in sorted(records, key=_time_of):
         lines += record
     return lines[-count:]
 
 
-def _records(path: Path) -> Iterator[list[str]]:
-    """Yield the lines of each record of a log: its first line and the lines that continue it."""
+def _time_of(record: Sequence[str]) -> str:
+    """Return the time of a record; "" if the record's first line, which has the time, was not read."""
+    start = _RECORD_START.match(record[0])
+    return start[1] if start else ""
+
+
+def _records(path: Path, count: int) -> Iterator[list[str]]:
+    """Yield the lines of each record in the last ``count`` lines of a log, with the lines that continue it."""
     record: list[str] = []
-    for line in tail(path, _LINES_READ).splitlines():
+    for line in tail(path, count).splitlines():
         if _RECORD_START.match(line) and record:
             yield record
             record = []

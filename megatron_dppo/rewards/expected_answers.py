@@ -69,31 +69,24 @@ def _is_sentence(gold_text: str) -> bool:
 
 
 def _json_value(text: str) -> str | None:
-    """The text of the only value, or of the answer, in JSON; None for other texts and for lists of values."""
+    """The text of the only value in JSON, or of the answer; None for other texts and for lists of values."""
     if not text.startswith(("{", "[", '"')):
         return None
     try:
-        value = json.loads(text)
+        # A number stays as it is written, so that no digit is lost.
+        value = json.loads(text, parse_float=str, parse_int=str)
     except (ValueError, RecursionError):
         return None
     while isinstance(value, list | dict):
-        inner_value = _only_value(value)
+        inner_value = _value_inside(value)
         if inner_value is None:
             return None
         value = inner_value
-    if value is None or isinstance(value, bool):
-        return str(value)
-    return value if isinstance(value, str) else text_of_number(value, text)
+    return str(value)
 
 
-def text_of_number(value: float, text: str) -> str:
-    """The number as it is written in ``text``, so that no digit is lost."""
-    match = re.search(r"[+-]?\d[\d.eE+-]*", text)
-    return match[0] if match and json.loads(match[0]) == value else repr(value)
-
-
-def _only_value(value: list[Any] | Mapping[str, Any]) -> Any:
-    """The only entry of a list, or the answer of an object; None without it."""
+def _value_inside(value: list[Any] | Mapping[str, Any]) -> Any:
+    """The only entry of a list; the only value of an object, or that of its answer key. None if there is none."""
     if isinstance(value, list):
         return value[0] if len(value) == 1 else None
     if len(value) == 1:

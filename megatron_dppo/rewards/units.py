@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 
 _TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{")
-# ``unit_of`` also removes a final s, so "inches" becomes "inche".
+# ``unit_named`` also removes a final s, so "inches" becomes "inche".
 _UNIT_NAMES = {
     "mm": "mm millimeter millimetre",
     "cm": "cm centimeter centimetre",

@@ -18,7 +18,7 @@ X86_FLAGS = ["-mprefer-vector-width=512"]
 
 
 class KernelBuildError(RuntimeError):
-    """The kernels could not be compiled or loaded; the message has the end of the compiler's message."""
+    """The kernels could not be compiled or loaded; the message ends with the compiler's output, if there is one."""
 
 
 def cache_directory(source: Path) -> Path:
@@ -37,7 +37,7 @@ def build_library(source: Path) -> ctypes.CDLL:
 
     Raises KernelBuildError if a compiler is missing or fails, or if the cache can't be written.
     """
-    tools = (os.environ.get("CXX", "g++").split()[0], "ninja")
+    tools = (_compiler().split()[0], "ninja")
     path = tool_path(os.environ)
     missing_tools = [tool for tool in tools if shutil.which(tool, path=path) is None]
     if missing_tools:
@@ -55,10 +55,9 @@ def build_library(source: Path) -> ctypes.CDLL:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Torch's own lock file stays after a killed build, and later builds would wait for its removal forever.
             (folder / "lock").unlink(missing_ok=True)
-            library = _compile(source, folder)
+            return ctypes.CDLL(str(_compile(source, folder)))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         raise KernelBuildError(f"{type(error).__name__}: {str(error)[-2000:]}") from error
-    return ctypes.CDLL(str(library))
 
 
 def _compile(source: Path, folder: Path) -> Path:
@@ -91,8 +90,13 @@ def _flags() -> list[str]:
     return FLAGS
 
 
+def _compiler() -> str:
+    """Return the command that torch compiles with."""
+    return os.environ.get("CXX", "g++")
+
+
 def _build_hash(source: Path) -> str:
-    """Return a hash of the source, of torch's version, of the processor's instruction sets and of the flags."""
+    """Return a hash of source, torch's version, compiler, processor with its instruction sets, and flags."""
     import torch
 
     instruction_sets = ""
@@ -102,5 +106,6 @@ def _build_hash(source: Path) -> str:
             if line.startswith(("flags", "Features")):
                 instruction_sets = line
                 break
-    parts = [source.read_text(), torch.__version__, platform.machine(), instruction_sets, *_flags()]
+    processor = (platform.machine(), instruction_sets)
+    parts = [source.read_text(), torch.__version__, _compiler(), *processor, *_flags()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -70,7 +70,7 @@ def test_a_run_that_went_back_keeps_its_own(tmp_path: Path) -> None:
 def test_suspect_weights_are_no_checkpoint_until_they_are_renamed(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path, keep=1)
     save(directory, 20)
-    for step in (30, 31):
+    for step in (30, 1_000_000, 31):
         partial = directory.begin(step)
         files = {"a": write_hashed(partial.path / "a", f"a of step {step}".encode())}
         directory.publish(partial, {"files": files}, suspect=True)

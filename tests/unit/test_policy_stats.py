@@ -413,6 +413,23 @@ def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
         backends.load_kernels.__wrapped__()
 
 
+def test_a_cached_library_that_cannot_be_loaded_is_a_build_failure(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = kernels.cache_directory(backends.SOURCE)
+    folder.mkdir()
+    (folder / f"{backends.SOURCE.stem}.so").write_bytes(b"no library")
+    with pytest.raises(kernels.KernelBuildError, match=r"\.so"):
+        backends.load_kernels.__wrapped__()
+
+
+def test_each_compiler_has_a_cache_of_its_own(monkeypatch):
+    folders = set()
+    for compiler in ("g++", "clang++"):
+        monkeypatch.setenv("CXX", compiler)
+        folders.add(kernels.cache_directory(backends.SOURCE))
+    assert len(folders) == 2
+
+
 def test_a_cache_that_cannot_be_written_is_named_with_what_to_set(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)

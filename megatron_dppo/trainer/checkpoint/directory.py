@@ -2,14 +2,14 @@
 
     checkpoints/step_000020/               complete: its manifest names every file with its size
     checkpoints/step_000040.partial-7/     being written, or left by a crash
-    checkpoints/step_000040.replaced-7/    an older folder of that step, to be deleted
+    checkpoints/step_000040.replaced-7/    a folder that is being deleted
     checkpoints/step_000040.damaged-1/     a damaged checkpoint that a start skipped; it is never deleted
     checkpoints/step_000040.suspect/       complete, but saved when a numerical fault ended the run. No
                                            start loads it, ``megatron-dppo doctor`` reads it, and the next suspect
                                            folder replaces it
 
 A checkpoint is written into a partial folder (manifest last), synced to the disk and then renamed. So a folder with a
-name like ``step_000020`` is complete even if the writer crashed later. These functions are not collective: only global
+name like ``step_000020`` is complete. The functions of this module are not collective: only global
 rank 0 calls them.
 """
 
@@ -40,7 +40,7 @@ FORMAT = 1
 _COMPLETE_NAME = re.compile(r"step_(\d+)")
 _SUSPECT_SUFFIX = ".suspect"
 _LEFTOVER_NAME = re.compile(r"step_\d+\.(?:partial|replaced)-(\d+)")
-"""The name of a folder that a crash left; its group is the save's serial."""
+"""The name of a folder that is written or deleted, or that a crash left; its group is the serial of a save."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StoredCheckpoint:
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files of a checkpoint have changed since they were written."""
+    """The files of a checkpoint are missing or differ from its manifest, or their format is unknown."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class CheckpointDirectory:
     def complete(self) -> list[StoredCheckpoint]:
         """List the complete checkpoints, in the order of writing.
 
-        A published folder whose files are missing or have other sizes is logged and skipped.
+        A published folder whose manifest or files are missing or altered is logged and skipped.
         """
         survey = self.survey()
         for folder in survey.unusable:
@@ -172,7 +172,7 @@ class CheckpointDirectory:
         return target
 
     def prune(self) -> None:
-        """Delete all checkpoints except the ``keep`` that were written last.
+        """Delete all checkpoints except the ``keep`` that were written last, and the leftovers of crashes.
 
         Each folder is renamed first, so that a partly deleted folder is never read as a checkpoint.
         """
@@ -202,7 +202,8 @@ def suspect_folder(directory: Path, step: int) -> Path:
 
 def suspect_folders(directory: Path) -> list[Path]:
     """List the checkpoints that were saved when a numerical fault ended a run, sorted by step."""
-    return sorted(directory.glob(f"step_??????{_SUSPECT_SUFFIX}"))
+    folders = directory.glob(f"step_*{_SUSPECT_SUFFIX}")
+    return sorted(folders, key=lambda folder: int(folder.stem.removeprefix("step_")))
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:

@@ -118,6 +118,20 @@ def test_a_run_whose_job_can_not_be_asked_for_is_not_called_ended(run: Path):
     assert job_state(run, AttemptBook(run).all()).state == UNKNOWN
 
 
+def test_merged_logs_have_the_asked_number_of_lines(run: Path):
+    records = [f"2026-01-01 10:00:00.000 [rank0] INFO m: {n}" for n in range(1000)]
+    (run / "logs" / "rank0.log").write_text("\n".join(records) + "\n")
+    assert log_lines(run, None, 900)[0] == records[-898]
+
+
+def test_the_end_of_a_record_without_its_time_is_not_the_newest(run: Path):
+    records = [f"2026-01-01 10:00:00.000 [rank0] INFO m: {n}" for n in range(399)]
+    (run / "logs" / "rank0.log").write_text("\n".join(["lost", "rest", *records]) + "\n")
+    lines = log_lines(run, None, 400)
+    assert lines[-1] == "    Traceback"
+    assert "rest" not in lines
+
+
 def test_logs_by_time_and_by_name(run: Path):
     assert log_lines(run, None, 4) == [
         "2026-01-01 10:00:01.000 [rank0] WARNING m: odd",
