@@ -156,7 +156,7 @@ class PeftReader(Closing):
         if missing_names:
             yield f"{len(missing_names)} tensors are missing, first {missing_names[0]}"
         if unknown_names:
-            hint = _base_hint(unknown_names)
+            hint = base_hint(unknown_names)
             yield f"{len(unknown_names)} tensors are unknown, first {unknown_names[0]}{hint}"
         if wrong_names:
             name = wrong_names[0]
@@ -165,7 +165,7 @@ class PeftReader(Closing):
             )
 
 
-def _base_hint(unknown_names: Sequence[str]) -> str:
+def base_hint(unknown_names: Sequence[str]) -> str:
     """Return the end of an error about tensors that PEFT's files should not have."""
     if not any(name.endswith(".base_layer.weight") for name in unknown_names):
         return ""

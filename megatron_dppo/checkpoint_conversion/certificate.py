@@ -151,7 +151,7 @@ def load_certificate(folder: str | Path) -> Certificate:
         )
     try:
         certificate = certificate_of(body)
-    except (KeyError, TypeError) as error:
+    except (KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: not a certificate of this version ({error!r})") from error
     if certificate.shape.family not in FAMILIES:
         raise CheckpointError(

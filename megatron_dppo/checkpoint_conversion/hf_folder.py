@@ -11,6 +11,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.weight_index import INDEX, read_weight_index
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import Closing, sync_folder, sync_to_disk
+from megatron_dppo.system.groups import consecutive_groups
 
 SINGLE = "model.safetensors"
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -270,10 +272,6 @@ class SafetensorsReader(Closing):
         """Read ``tensor.narrow(dim, start, length)``, contiguous; without a length, to the end."""
         return tensor_store.read_slice(self, name, dim, start, length)
 
-    def check(self, shape: ModelShape) -> None:
-        """Raise CheckpointError if names, shapes or dtypes differ from the tensors of a model of ``shape``."""
-        tensor_store.check_store(self, shape, str(self.folder))
-
     def close(self) -> None:
         for file in self._files:
             file.close()
@@ -462,17 +460,15 @@ def plan_files(
     Files follow the order of ``tensors``. A file has at most ``max_shard_bytes``; a larger tensor gets its own file.
     All parts of a packed tensor are in one file, at the position of their first part.
     """
-    shards: list[dict[str, tensor_store.TensorSpec]] = [{}]
-    filled = 0
+
+    def bytes_of(part_names: Sequence[str]) -> int:
+        return sum(tensors[name].bytes for name in part_names)
+
     # Name of a tensor in a file -> the names of its parts. A tensor that is not packed is its own only part.
     part_names_of = tensor_store.part_names_of_file_tensors(tensors)
-    for part_names in part_names_of.values():
-        size = sum(tensors[name].bytes for name in part_names)
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1] |= {name: tensors[name] for name in part_names}
-        filled += size
+    shards: list[dict[str, tensor_store.TensorSpec]] = []
+    for group in consecutive_groups(part_names_of.values(), bytes_of, max_shard_bytes):
+        shards.append({name: tensors[name] for name in chain(*group)})
     count = len(shards)
     if count == 1:
         return {SINGLE: shards[0]}

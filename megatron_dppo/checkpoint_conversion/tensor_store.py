@@ -24,6 +24,7 @@ from megatron_dppo.model.families import family_of
 from megatron_dppo.model.mapping import carried_names, file_dtypes, hf_tensors, packed_names
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.system.failpoints import file_failpoint
+from megatron_dppo.system.text import first_of
 
 CODES = {
     torch.float32: "F32",
@@ -420,21 +421,17 @@ def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, location: 
         if name in names and tuple(specs[name].shape) != dims:
             faults.append(f"{name} has shape {tuple(specs[name].shape)}, config.json says {dims}")
     if faults:
-        more = []
-        if len(faults) > SHOWN:
-            more = [f"{len(faults) - SHOWN} more"]
-        listed = "; ".join(faults[:SHOWN] + more)
+        listed = first_of(faults, SHOWN)
         raise CheckpointError(
             f"{location}: its tensors differ from the model in its config.json ({listed})"
         )
 
 
-def check_store(store: TensorStore, shape: ModelShape, location: str) -> None:
-    """Raise CheckpointError if a store's names or shapes differ from ``shape``, or if it has several dtypes.
+def check_dtypes(store: TensorStore, shape: ModelShape, location: str) -> None:
+    """Raise CheckpointError if a store has several dtypes, or a dtype that models do not have.
 
     The tensors of ``mapping.file_dtypes`` may have the dtype of that table, or the dtype of all other tensors.
     """
-    check_tensors(store.specs, shape, location)
     dtypes = dtypes_of(store, shape)
     if len(dtypes) != 1:
         raise CheckpointError(

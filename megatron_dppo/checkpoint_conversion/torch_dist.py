@@ -467,7 +467,8 @@ def open_source(hf_dir: str | Path) -> Iterator[tuple[ModelShape, CheckedReader]
     """
     shape = load_model_shape(hf_dir)
     with CheckedReader(SafetensorsReader(hf_dir), source_certificate(hf_dir)) as reader:
-        tensor_store.check_store(reader, shape, str(hf_dir))
+        tensor_store.check_tensors(reader.specs, shape, str(hf_dir))
+        tensor_store.check_dtypes(reader, shape, str(hf_dir))
         tensor_store.check_tied_copy(reader, shape, str(hf_dir))
         yield shape, reader
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_dppo.checkpoint_conversion.adapters import PEFT_PREFIX
+from megatron_dppo.checkpoint_conversion.adapters import PEFT_PREFIX, base_hint
 from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFile
 from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from megatron_dppo.model.adapters import LORA_A, LORA_B
@@ -141,12 +141,9 @@ class PeftDeltas(Closing):
             else:
                 unknown_names.append(f"{module}.{LORA_A}.weight")
         if unknown_names:
-            hint = ""
-            if any(name.endswith(".base_layer.weight") for name in unknown_names):
-                hint = ", a matrix of the base: PEFT's save_pretrained(..., save_embedding_layers=False) leaves it out"
             raise CheckpointError(
                 f"{self._folder}: {len(unknown_names)} tensors are unknown in a {self._shape.family} model, first "
-                f"{min(unknown_names)}{hint}"
+                f"{min(unknown_names)}{base_hint(unknown_names)}"
             )
         self._add_experts(wrappers)
 

@@ -55,7 +55,7 @@ def hf_to_megatron(
     with open_model(hf_dir) as (shape, reader):
         certificate = source_certificate(hf_dir)
         if dtype is None:
-            tensor_store.check_store(reader, shape, str(hf_dir))
+            tensor_store.check_dtypes(reader, shape, str(hf_dir))
         return write_megatron(
             reader, shape, hf_dir, out_dir, dtype=dtype, progress=progress, recorded=certificate
         )

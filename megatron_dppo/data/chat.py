@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.errors import closest
 from megatron_dppo.system.text import single_line
-from megatron_dppo.system.time_limit import rendering_limit
+from megatron_dppo.system.time_limit import cpu_time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
+RENDERING_S = 10.0
+"""Seconds of processor time for one rendering of a chat template; a long conversation takes milliseconds."""
 
 
 class ChatTemplateError(ValueError):
@@ -68,7 +70,7 @@ def _apply_template(
     add_generation_prompt: bool,
 ) -> str:
     try:
-        with rendering_limit():
+        with cpu_time_limit(RENDERING_S):
             text: Any = tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,

@@ -50,6 +50,7 @@ from megatron_dppo.data.turn_ends import (
     prompt_end_warnings,
     turn_end_warnings,
 )
+from megatron_dppo.system.groups import consecutive_groups
 from megatron_dppo.system.text import short_json
 
 log = logging.getLogger(__name__)
@@ -609,15 +610,8 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, adds_special: bool
 ) -> Iterator[list[int]]:
     """Yield the ids of each text. A call of the tokenizer has at most ``PIECE`` characters, or one text."""
-    start = 0
-    while start < len(texts):
-        end = start + 1
-        size = len(texts[start])
-        while end < len(texts) and size + len(texts[end]) <= PIECE:
-            size += len(texts[end])
-            end += 1
-        yield from tokenizer(list(texts[start:end]), add_special_tokens=adds_special)["input_ids"]
-        start = end
+    for group in consecutive_groups(texts, len, PIECE):
+        yield from tokenizer(group, add_special_tokens=adds_special)["input_ids"]
 
 
 def _with_last_text(prompt: Prompt, text: str) -> Prompt:

@@ -759,9 +759,7 @@ def _conversation(value: object) -> list[Any] | None:
         return value if has_messages else None
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return None
-    parsed = _parsed(value)
-    if isinstance(parsed, str):
-        parsed = _python_value(value)
+    parsed = _parsed_literal(value)
     messages = [parsed] if isinstance(parsed, Mapping) else parsed
     if isinstance(messages, list) and messages and all(map(_role_of, messages)):
         return messages
@@ -772,14 +770,16 @@ def _is_broken_conversation(text: str) -> bool:
     """Whether text that is no list of messages begins like one: it is cut off, or one of its messages is none."""
     if not _MESSAGES_BEGIN.match(text):
         return False
-    parsed = _parsed(text)
-    if isinstance(parsed, str):
-        parsed = _python_value(text)
+    parsed = _parsed_literal(text)
     return not isinstance(parsed, list) or any(map(_role_of, parsed))
 
 
-def _python_value(text: str) -> Any:
-    """The value of a Python literal: CSV files of pandas have messages in this notation. None for other text."""
+def _parsed_literal(text: str) -> Any:
+    """The value of JSON, or of a Python literal: CSV files of pandas have messages in this notation. None for other
+    text."""
+    value = _parsed(text)
+    if not isinstance(value, str):
+        return value
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):

@@ -278,31 +278,23 @@ class Trajectory:
         """
         if "branch" not in self.columns:
             return (self,)
-        branches: list[Self] = []
-        sampled_start = 0
-        for start, length in zip(self._branch_starts, self.branch_lengths, strict=True):
-            tokens = slice(start, start + length)
-            sampled_end = sampled_start + int(np.count_nonzero(self.loss_mask[tokens]))
-            branch_rows = {
-                Rows.SAMPLED: slice(sampled_start, sampled_end),
-                Rows.INPUT: slice(start, start + length - 1),
-            }
-            columns: dict[str, np.ndarray] = {}
-            for name, array in self.columns.items():
-                columns[name] = array[branch_rows[declared_column(name).rows]]
-            del columns["branch"]
-            branch = replace(
-                self,
-                token_ids=self.token_ids[tokens],
-                loss_mask=self.loss_mask[tokens],
-                columns=columns,
-                stamp=None,
-                turn_rewards=(),
-                turn_times=(),
-            )
-            branches.append(branch)
-            sampled_start = sampled_end
-        return tuple(branches)
+        whole = replace(self.without("branch"), stamp=None, turn_rewards=(), turn_times=())
+        ends = np.cumsum(self.branch_lengths).tolist()
+        return tuple(whole.part(*bounds) for bounds in zip(self._branch_starts, ends, strict=True))
+
+    def part(self, start: int, end: int) -> Self:
+        """Return the trajectory of the tokens from ``start`` to before ``end``, with their rows."""
+        first_sampled = int(np.count_nonzero(self.loss_mask[:start]))
+        mask = self.loss_mask[start:end]
+        rows = {
+            Rows.SAMPLED: slice(first_sampled, first_sampled + int(np.count_nonzero(mask))),
+            # The last token is never an input, so it has no row in columns of inputs.
+            Rows.INPUT: slice(start, end - 1),
+        }
+        columns: dict[str, np.ndarray] = {}
+        for name, array in self.columns.items():
+            columns[name] = array[rows[declared_column(name).rows]]
+        return replace(self, token_ids=self.token_ids[start:end], loss_mask=mask, columns=columns)
 
     @cached_property
     def turns(self) -> int:

@@ -206,35 +206,27 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %}{% "
     "endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-SHAPE: dict[str, Any] = {
-    "hidden_size": 128,
+_COMMON_SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "moe_intermediate_size": 160,
-    "intermediate_size": 256,
     "tie_word_embeddings": False,
     "max_position_embeddings": 256,
     "rope_theta": 10_000.0,
     "initializer_range": 0.05,
 }
 """With two layers, and with larger initial weights than usual, the model learns the task in fewer steps."""
-TEACHER_SHAPE: dict[str, Any] = {
-    "hidden_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 288,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 256,
-    "rope_theta": 10_000.0,
-    "initializer_range": 0.05,
+SHAPE: dict[str, Any] = {
+    **_COMMON_SHAPE,
+    "hidden_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 160,
+    "intermediate_size": 256,
 }
+TEACHER_SHAPE: dict[str, Any] = {**_COMMON_SHAPE, "hidden_size": 96, "intermediate_size": 288}
 TEACHER_STEPS = 300
 
 

@@ -21,7 +21,7 @@ from megatron_dppo.engine.options import ServerHosts
 from megatron_dppo.system import processes
 from megatron_dppo.system.fork_server import ForkingLauncher
 from megatron_dppo.system.gpus import has_visible_gpu
-from megatron_dppo.system.network import url_host
+from megatron_dppo.system.network import client_host, url_host
 from megatron_dppo.system.ports import PortTakenError, give_back_port
 from megatron_dppo.system.scratch import remove_left_behind
 
@@ -124,10 +124,7 @@ class ChildServer:
 
     @property
     def url(self) -> str:
-        # A server can listen on all addresses, but a client must connect to one address.
-        loopback_of = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-        host = loopback_of.get(self.host, self.host)
-        return f"http://{url_host(host)}:{self.port}"
+        return f"http://{url_host(client_host(self.host))}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -306,8 +303,7 @@ class EngineProcess(ChildServer):
     The file with its options is written beside ``log_path``. ``host`` is the address that the server listens on, or the
     hosts of a server over several hosts; None: ``engine.host``. If ``api_key`` is None, generation needs no key.
     ``first_device`` is the first of the server's GPUs on each of its hosts. ``runtime`` starts one process on each
-    host. Each server and each restart needs another ``seed``: two
-    servers with one seed draw the same samples.
+    host. Each server and each restart needs another ``seed``: two servers with one seed draw the same samples.
     """
 
     title = "the engine"

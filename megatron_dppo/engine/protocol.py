@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from megatron_dppo.data.columns import LOG_PROB_ROUNDING, check_recording, check_topk, is_unwritten
+from megatron_dppo.data.columns import check_log_probs, check_recording, check_topk, is_unwritten
 from megatron_dppo.data.trajectory import FinishReason, Trajectory
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
 from megatron_dppo.model.shape import ModelShape
@@ -219,13 +219,7 @@ def _log_probs(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]
     # top_p = 1 and top_k = -1, as in training, these are the log-probabilities of the sampling. An entry None becomes
     # NaN, and the check rejects NaN.
     values = np.array([entry[0] for entry in entries], np.float64)
-    are_valid = (values > -np.inf) & (values <= LOG_PROB_ROUNDING)
-    if not are_valid.all():
-        position = int(are_valid.argmin())
-        raise ValueError(
-            f"log-probability {entries[position][0]} at output token {position}, expected a finite "
-            "number <= 0"
-        )
+    check_log_probs(values, "output log-probabilities")
     return {"rollout_log_probs": values.astype(np.float32)}
 
 
@@ -285,10 +279,8 @@ def read_topk(
 def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
     """Read int32 ids and float32 log-probabilities ``[R, K]``."""
     ids, log_probs = read_topk(meta, "output", (len(answered.response_ids), k), nulls=0)
-    if not np.isfinite(log_probs).all() or log_probs.max() > LOG_PROB_ROUNDING or ids.min() < 0:
-        raise ValueError(
-            "Top-K log-probabilities with a value not finite or above 0, or a negative id"
-        )
+    if ids.min() < 0:
+        raise ValueError("Top-K log-probabilities with a negative id")
     check_topk(ids, log_probs, "the answer")
     return {"topk_ids": ids, "topk_log_probs": log_probs}
 

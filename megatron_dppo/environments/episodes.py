@@ -26,7 +26,7 @@ from typing import TypeVar
 from megatron_dppo.data.thoughts import TurnText
 from megatron_dppo.data.trajectory import FinishReason, Problem, Trajectory
 from megatron_dppo.engine.protocol import GenerationRequest, seed_of
-from megatron_dppo.engine.server.continuation import join, request_after, without_end
+from megatron_dppo.engine.server.continuation import join, request_after
 from megatron_dppo.engine.turn_text import ResponseReader
 from megatron_dppo.environments import (
     ChatCall,
@@ -363,7 +363,7 @@ class Episodes:
             branch = episode.branches[episode.branch]
             # Keep the only token of a turn, because the loss mask alone separates two turns.
             if branch.loss_mask[-2]:
-                episode.branches[episode.branch] = without_end(branch)
+                episode.branches[episode.branch] = branch.part(0, branch.length - 1)
 
     def _request(self, episode: _Episode) -> GenerationRequest:
         """Return the engine's request for the next turn."""

@@ -29,6 +29,7 @@ from megatron_dppo.fleet.membership import Member, client_of
 from megatron_dppo.fleet.record import Server
 from megatron_dppo.fleet.router_link import ROUTED_MODEL, SERVED_BY, HttpRouterLink
 from megatron_dppo.fleet.suspects import Suspect, Suspects
+from megatron_dppo.system.async_runner import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -199,9 +200,7 @@ class FleetClient:
         tasks = list(self._background_tasks)
         if self._probing is not None:
             tasks.append(self._probing)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(tasks)
         await asyncio.gather(*(active.client.close() for active in self._servers))
         if self._router is not None:
             await self._router.close()
@@ -213,7 +212,7 @@ class FleetClient:
                 self._open_calls[rid] = (None, requests)
                 results = await self._call_through_router(self._router, requests, rid)
             else:
-                results = await self._call_directly(requests, rid)
+                results = await self._call_server(self._least_loaded(), requests, rid)
         finally:
             self._open_calls.pop(rid, None)
         self._suspects.clear(requests)
@@ -305,11 +304,6 @@ class FleetClient:
         except errors.EngineLostError as error:
             return not isinstance(error.__cause__, TimeoutError)
         return False
-
-    async def _call_directly(
-        self, requests: Sequence[GenerationRequest], rid: str
-    ) -> list[Trajectory]:
-        return await self._call_server(self._least_loaded(), requests, rid)
 
     def _least_loaded(self) -> ActiveServer:
         """Return the server with the fewest requests of this client. Raises EngineLostError if no server is left."""
@@ -478,9 +472,7 @@ class FleetClient:
         if self._router_watch is not None:
             tasks.append(self._router_watch)
             self._router_watch = None
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(tasks)
 
     async def _watch(self, active: ActiveServer) -> None:
         try:

@@ -38,7 +38,7 @@ from megatron_dppo.fleet.record import (
 from megatron_dppo.system.files import write_private
 from megatron_dppo.system.interfaces import interface_address
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.system.network import is_loopback
+from megatron_dppo.system.network import client_host, is_loopback
 from megatron_dppo.system.private_files import UnsafeFileError, read_own
 from megatron_dppo.system.scratch import make_runtime_directory
 
@@ -82,8 +82,7 @@ def control_host(interface: str | None, address: str) -> str:
     """
     if interface is not None:
         return interface_address(interface)
-    loopback_of = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-    return loopback_of.get(address, address)
+    return client_host(address)
 
 
 def admin_key() -> str:

@@ -32,7 +32,7 @@ from megatron_dppo.engine import errors
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams, seed_of
 from megatron_dppo.engine.server.continuation import Continuation, Decode
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.async_runner import AsyncRunner, cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -703,9 +703,7 @@ class _GenerationAttempt:
         """Cancel the calls in flight, and abort them on the servers."""
         # Without an abort, a server would finish the calls, and keep the next weight update waiting.
         calls = dict(self._in_flight)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(tasks)
         if calls:
             try:
                 async with asyncio.timeout(_CLEAN_UP_SECONDS):

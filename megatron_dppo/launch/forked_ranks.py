@@ -5,7 +5,6 @@ The process outlives its ranks, so a restart of the ranks imports nothing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 from megatron_dppo.config.schema import TrainConfig
@@ -53,12 +52,8 @@ class ForkedRankGroup(RankGroup):
         # A fork runs no interpreter, so it gets the words after ``python -m``.
         _, _, module, *arguments = self._command
         variables = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with (
-            open(os.devnull, "rb") as nothing,
-            self._outputs[rank].open("ab") as file,
-            terminal_of(rank) as terminal,
-        ):
-            descriptors = [nothing.fileno(), file.fileno()]
+        with self._outputs[rank].open("ab") as file, terminal_of(rank) as terminal:
+            descriptors = [file.fileno()]
             descriptor_variables = []
             if terminal is not None:
                 descriptors.append(terminal)

@@ -45,8 +45,8 @@ def main() -> int:
         output = Path(logs) / f"rank{rank}.out"
         variables = {"RANK": str(rank), "LOCAL_RANK": str(local)}
         request = ForkRequest(module, [config], variables)
-        with open(os.devnull, "rb") as nothing, output.open("ab") as file:
-            ranks[output] = server.fork(request, [nothing.fileno(), file.fileno()])
+        with output.open("ab") as file:
+            ranks[output] = server.fork(request, [file.fileno()])
     try:
         return _first_failure(server, ranks)
     finally:

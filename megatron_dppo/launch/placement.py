@@ -355,23 +355,18 @@ def _devices_for_all(roles: Roles) -> int:
 
 
 def _require_fit(roles: Roles, devices: int) -> None:
-    if roles.ranks > devices and roles.ranks % devices:
-        fits = roles.ranks - roles.ranks % devices
-        raise PlacementError(
-            f"parallel.world_size: got {roles.ranks} ranks on hosts of {devices} devices, expected "
-            f"at most {devices} or a multiple of it, such as {fits} or {fits + devices}"
-        )
-    sizes: dict[str, int] = {}
+    sizes = {"parallel.world_size": (roles.ranks, "ranks")}
     if roles.servers:
-        sizes["sglang.tp_size"] = roles.server_devices
+        sizes["sglang.tp_size"] = (roles.server_devices, "devices for a server")
     for teacher in roles.teachers:
-        sizes[f"distillation.teachers.{teacher.name}.sglang.tp_size"] = teacher.server_devices
-    for key, size in sizes.items():
+        key = f"distillation.teachers.{teacher.name}.sglang.tp_size"
+        sizes[key] = (teacher.server_devices, "devices for a server")
+    for key, (size, unit) in sizes.items():
         if size > devices and size % devices:
             fits = size - size % devices
             raise PlacementError(
-                f"{key}: got {size} devices for a server on hosts of {devices}, expected at most "
-                f"{devices} or a multiple of it, such as {fits} or {fits + devices}"
+                f"{key}: got {size} {unit} on hosts of {devices} devices, expected at most {devices} or a multiple of "
+                f"it, such as {fits} or {fits + devices}"
             )
 
 

@@ -26,6 +26,7 @@ from megatron_dppo.model.mapping import (
 )
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.model.splits import Dims
+from megatron_dppo.system.groups import consecutive_groups
 
 ParameterKey = tuple[int, str]
 """(model chunk, name in that chunk)."""
@@ -211,22 +212,6 @@ def _groups(
         tensors_by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for dtype, tensors_of_dtype in tensors_by_dtype.items():
         dtype_bytes = item_bytes if dtype is None else ITEM_BYTES[dtype]
-        yield from _fill_groups(tensors_of_dtype, bucket_bytes, dtype_bytes)
-
-
-def _fill_groups(
-    tensors: Sequence[TensorSources], bucket_bytes: int, item_bytes: int
-) -> Iterator[list[TensorSources]]:
-    group: list[TensorSources] = []
-    group_bytes = 0
-    # Keep the order of the tensors, although another order could save a bucket.
-    for tensor in tensors:
-        tensor_bytes = tensor.elements * item_bytes
-        if group and group_bytes + tensor_bytes > bucket_bytes:
-            yield group
-            group = []
-            group_bytes = 0
-        group.append(tensor)
-        group_bytes += tensor_bytes
-    if group:
-        yield group
+        # Keep the order of the tensors, although another order could save a bucket.
+        bucket_elements = bucket_bytes // dtype_bytes
+        yield from consecutive_groups(tensors_of_dtype, attrgetter("elements"), bucket_elements)

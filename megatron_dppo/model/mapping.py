@@ -150,7 +150,9 @@ def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
 
 def _hf_sources(shape: ModelShape) -> Iterator[tuple[str, Source]]:
     """Yield the name of each tensor of the Hugging Face checkpoint and its source in the family's rows."""
-    for row in _hf_rows(shape):
+    # A single rank has all parameters.
+    whole_model = Layout()
+    for row in _chunk_rows(shape, whole_model, whole_model.coordinates(0), chunk=0):
         for source in row.rule.sources:
             yield source.name.format(layer=row.layer, expert=row.expert), source
 
@@ -304,15 +306,6 @@ class _MappingRow(NamedTuple, Generic[RowT]):
     local_layer: int = 0
     expert: int = 0
     local_expert: int = 0
-
-
-def _hf_rows(shape: ModelShape) -> Iterator[_MappingRow[Rule]]:
-    family = family_of(shape)
-    yield _MappingRow(family.embedding)
-    yield from _layer_rows(shape, range(shape.num_layers), range(shape.num_experts))
-    yield _MappingRow(family.final_norm)
-    if not shape.tied_embeddings:
-        yield _MappingRow(family.output)
 
 
 def _layer_rows(shape: ModelShape, layers: range, experts: range) -> Iterator[_MappingRow[Rule]]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import ConfigDict, TypeAdapter
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a weight, by its type."""
 
@@ -214,6 +216,7 @@ class ModelShape:
     has_sinks: bool = False
     has_biases: bool = False
     glu_limit: float = 0.0
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
     def is_moe(self) -> bool:
@@ -273,25 +276,11 @@ class ModelShape:
 
 
 def shape_of_json(values: Mapping[str, Any]) -> ModelShape:
-    """Rebuild a shape from its JSON ``values``. Fields that the JSON of an older version lacks get their default."""
-    fields = dict(values)
-    # JSON has no tuples and no classes.
-    fields["dense_layers"] = tuple(fields.get("dense_layers", ()))
-    scaling = fields["rope_scaling"]
-    if scaling is not None:
-        is_llama3 = "low_freq_factor" in scaling
-        scaling_class = Llama3RopeScaling if is_llama3 else YarnRopeScaling
-        fields["rope_scaling"] = scaling_class(**scaling)
-    if "router" in fields:
-        fields["router"] = Router(**fields["router"])
-    if fields.get("latent") is not None:
-        fields["latent"] = LatentAttention(**fields["latent"])
-    if fields.get("delta") is not None:
-        fields["delta"] = DeltaNet(**fields["delta"])
-    window = fields.get("window")
-    if window is not None:
-        fields["window"] = AttentionWindow(window["tokens"], tuple(window["layers"]))
-    return ModelShape(**fields)
+    """Rebuild a shape from its JSON ``values``. Fields that the JSON of an older version lacks get their default.
+
+    Raises ValueError if a field is unknown, missing, or of another type.
+    """
+    return TypeAdapter(ModelShape).validate_python(values)
 
 
 def _latent_sizes(latent: LatentAttention, heads: int) -> dict[str, int]:

@@ -39,6 +39,7 @@ from megatron_dppo.model.resharding import check_tiling
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.model.splits import Dims
 from megatron_dppo.system.garbage import paused_collection
+from megatron_dppo.system.groups import consecutive_groups
 
 Column = tuple[int, ...]
 """Engine ranks that hold equal blocks, in the order in which a message visits them. The ranks of all servers are
@@ -290,7 +291,8 @@ def shard_plan(
     messages: list[tuple[int, Message]] = []
     for (sender, column), pair_slices in by_pair.items():
         pair_slices.sort(key=attrgetter("position"))
-        for number, group in enumerate(_groups(pair_slices, message_bytes)):
+        groups = consecutive_groups(pair_slices, attrgetter("bytes"), message_bytes)
+        for number, group in enumerate(groups):
             messages.append((number, _message(sender, column, group)))
     messages.sort(key=lambda entry: (entry[0], entry[1].sender, entry[1].column))
     turned = _with_turns((message for _, message in messages), rank_hosts)
@@ -498,21 +500,6 @@ def _shared(
         middle = end + sized.bytes // 2
         end += sized.bytes
         yield holders[middle * count // total], column, sized
-
-
-def _groups(slices: Iterable[_Sized], message_bytes: int) -> Iterator[list[_Sized]]:
-    """Yield consecutive slices of at most ``message_bytes``."""
-    group: list[_Sized] = []
-    group_bytes = 0
-    for sized in slices:
-        if group and group_bytes + sized.bytes > message_bytes:
-            yield group
-            group = []
-            group_bytes = 0
-        group.append(sized)
-        group_bytes += sized.bytes
-    if group:
-        yield group
 
 
 def _with_turns(messages: Iterable[Message], hosts: Sequence[int]) -> Iterator[Message]:

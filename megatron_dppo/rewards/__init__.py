@@ -19,7 +19,7 @@ from megatron_dppo.data.thoughts import TurnText
 from megatron_dppo.rewards.result import RewardResult as RewardResult
 from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.imports import ImportTargetError, import_target, reason_of
+from megatron_dppo.system.imports import ImportTargetError, import_target, is_async, reason_of
 from megatron_dppo.system.text import cut
 
 if TYPE_CHECKING:
@@ -167,12 +167,7 @@ class BoundReward:
                 f"its parameters are {list(parameters)}, expected some of {', '.join(FIELDS)}, {RECORD}, or "
                 f"{RECORDS} alone"
             )
-        # To call an object means to call the __call__ method of its class.
-        called_function = target
-        if not inspect.isroutine(target):
-            called_function = type(target).__call__
-        is_async = inspect.iscoroutinefunction(called_function)
-        return cls(partial(target, **options), RewardForm(reads, is_async, columns))
+        return cls(partial(target, **options), RewardForm(reads, is_async(target), columns))
 
     def __call__(self, inputs: Sequence[RewardInput]) -> Any:
         """Call the function and return its result: an awaitable if the function is asynchronous."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -56,8 +56,12 @@ class AsyncRunner(Closing):
         self._loop.close()
 
 
-async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+async def cancel_tasks(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel ``tasks``, and wait for their ends."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _cancel_others() -> None:
+    await cancel_tasks(asyncio.all_tasks() - {asyncio.current_task()})

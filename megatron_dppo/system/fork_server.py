@@ -173,12 +173,22 @@ class _ForkClient:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
-    def fork(self, request: ForkRequest, descriptors: Sequence[int]) -> ForkedProcess:
-        """Start a process, and return at once. ``ForkRequest`` describes which ``descriptors`` the packet has."""
-        with self._lock:
-            number = self._next_number
-            self._next_number += 1
-            self._send({"number": number, "fork": asdict(request)}, descriptors)
+    def fork(
+        self, request: ForkRequest, descriptors: Sequence[int], content: bytes = b""
+    ) -> ForkedProcess:
+        """Start a process, and return at once.
+
+        ``descriptors``: the process's standard output, then those that ``ForkRequest`` describes. ``content``: its
+        standard input.
+        """
+        read_end, write_end = os.pipe()
+        with open(read_end, "rb") as reader, open(write_end, "wb") as writer:
+            with self._lock:
+                number = self._next_number
+                self._next_number += 1
+                message = {"number": number, "fork": asdict(request)}
+                self._send(message, [reader.fileno(), *descriptors])
+            writer.write(content)
         return ForkedProcess(self, number)
 
     def pid_of(self, number: int) -> int | None:
@@ -291,7 +301,8 @@ class ForkServer(_ForkClient):
                     title=" ".join(command),
                     replaces_variables=True,
                 )
-                process = shared_server.fork_fed(request, secrets, [output, other_end.fileno()])
+                descriptors = [output, other_end.fileno()]
+                process = shared_server.fork_and_wait(request, descriptors, secrets)
             if process is None:
                 started_process = start_process(
                     command,
@@ -351,19 +362,16 @@ class _SharedServer(_ForkClient):
 
     module_path: str | None = None
 
-    def fork_fed(
-        self, request: ForkRequest, content: bytes, descriptors: Sequence[int]
+    def fork_and_wait(
+        self, request: ForkRequest, descriptors: Sequence[int], content: bytes
     ) -> ForkedProcess | None:
-        """Start a process with ``content`` as its standard input, and wait until it is forked.
+        """Start a process as ``fork`` does, and wait until it is forked.
 
         Returns None if the request is too long for a packet.
         """
         if len(json.dumps(asdict(request))) > _LONGEST_REQUEST:
             return None
-        read_end, write_end = os.pipe()
-        with open(read_end, "rb") as reader, open(write_end, "wb") as writer:
-            process = self.fork(request, [reader.fileno(), *descriptors])
-            writer.write(content)
+        process = self.fork(request, descriptors, content)
         # Until the fork, ``process.pid`` is the id of the shared fork server.
         while not process.is_forked and self.process.poll() is None:
             time.sleep(_POLL_S)
@@ -460,7 +468,7 @@ def run_forked(module: str, arguments: Sequence[str]) -> int | None:
     )
     standard_output = 1
     standard_error = 2
-    process = server.fork_fed(request, secrets, [standard_output, standard_error])
+    process = server.fork_and_wait(request, [standard_output, standard_error], secrets)
     if process is None:
         return None
     try:
@@ -545,15 +553,9 @@ class ForkingLauncher(Launcher):
         if words[:2] != ["-m", self._module]:
             return super().start(command, environment=environment, log=log, stdin=stdin)
         request = ForkRequest(self._module, words[2:], title=" ".join(command))
-        read_end, write_end = os.pipe()
-        with (
-            open(log, "ab") as file,
-            open(read_end, "rb") as reader,
-            open(write_end, "wb") as writer,
-        ):
+        with open(log, "ab") as file:
             server = self._server(python, environment, file.fileno())
-            process = server.fork(request, [reader.fileno(), file.fileno()])
-            writer.write(stdin)
+            process = server.fork(request, [file.fileno()], stdin)
         return _StartedFork(process)
 
     def close(self) -> None:

@@ -66,6 +66,14 @@ def mutual_addresses(addresses: Sequence[str]) -> list[str]:
     return reachable_addresses
 
 
+def client_host(host: str) -> str:
+    """Return the address at which this machine reaches a server that listens on ``host``.
+
+    A server can listen on all addresses, but a client must connect to one address.
+    """
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
 def url_host(host: str) -> str:
     """Return ``host`` as a URL has it: an IPv6 address in brackets, any other host unchanged."""
     if ":" in host:

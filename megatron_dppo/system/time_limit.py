@@ -8,11 +8,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-RENDERING_S = 10.0
-"""Seconds of processor time for one rendering of a chat template; a long conversation takes milliseconds."""
 _POLL_S = 0.25
 
 
@@ -114,11 +112,6 @@ def cpu_time_limit(seconds: float) -> Iterator[None]:
         is_up = True
     if is_up:
         raise TimeLimitError(f"it took more than {seconds:g} s of processor time")
-
-
-def rendering_limit() -> AbstractContextManager[None]:
-    """Return the ``cpu_time_limit`` of one rendering of a chat template: a template is a program, and may never end."""
-    return cpu_time_limit(RENDERING_S)
 
 
 @contextmanager

@@ -51,9 +51,7 @@ class _Loader(yaml.SafeLoader):
         """Read a table as PyYAML does, but refuse duplicate keys (keys of a ``<<`` merge may be set again)."""
         # The tag ``!!map`` can stand before a value that is no table.
         if not isinstance(node, yaml.MappingNode):
-            raise yaml.MarkedYAMLError(
-                problem="!!map is given to what is no table", problem_mark=node.start_mark
-            )
+            raise _fault("!!map is given to what is no table", node)
         line_of_key: dict[str, int] = {}
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
@@ -61,17 +59,16 @@ class _Loader(yaml.SafeLoader):
             line = key_node.start_mark.line + 1
             key = key_node.value
             if key_node.tag != "tag:yaml.org,2002:str":
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key!r} is not text; put it in quotes",
-                    problem_mark=key_node.start_mark,
-                )
+                raise _fault(f"the key {key!r} is not text; put it in quotes", key_node)
             if key in line_of_key:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key!r} is given twice, in lines {line_of_key[key]} and {line}",
-                    problem_mark=key_node.start_mark,
-                )
+                lines = f"{line_of_key[key]} and {line}"
+                raise _fault(f"the key {key!r} is given twice, in lines {lines}", key_node)
             line_of_key[key] = line
         return super().construct_mapping(node, deep)
+
+
+def _fault(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
@@ -86,14 +83,13 @@ def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
         for child in _children(node):
             value_count += _count_values(child, counts)
             if value_count >= MAX_VALUES:
-                fault = f"more than {MAX_VALUES} values, an alias counted as what it repeats"
-                raise yaml.MarkedYAMLError(problem=fault, problem_mark=node.start_mark)
+                raise _fault(
+                    f"more than {MAX_VALUES} values, an alias counted as what it repeats", node
+                )
         counts[id(node)] = value_count + 1
     count = counts[id(node)]
     if count is None:
-        raise yaml.MarkedYAMLError(
-            problem="an alias stands for what contains it", problem_mark=node.start_mark
-        )
+        raise _fault("an alias stands for what contains it", node)
     return count
 
 
@@ -117,9 +113,7 @@ def _value_of(node: yaml.Node, tag: str) -> str:
         shown_value = "a table or a list"
         if isinstance(node, yaml.ScalarNode):
             shown_value = node.value[:40]
-        raise yaml.MarkedYAMLError(
-            problem=f"!!{tag} is given to {shown_value!r}", problem_mark=node.start_mark
-        )
+        raise _fault(f"!!{tag} is given to {shown_value!r}", node)
     return str(node.value)
 
 

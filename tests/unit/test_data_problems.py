@@ -42,7 +42,6 @@ from megatron_dppo.data.records import (
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.rewards import RewardInput
 from megatron_dppo.rewards.answer_check import refuse_bad_answers
-from megatron_dppo.system import time_limit
 from tests.chat_templates import PUBLISHED, published_tokenizer
 from tests.messages import mentioning
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
@@ -569,7 +568,7 @@ ENDLESS = "{% for i in range(90000) %}" * 4 + "{% endfor %}" * 4
 )
 def test_a_chat_template_that_fails_names_the_line(load, tokenizer, monkeypatch, template):
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    monkeypatch.setattr(time_limit, "RENDERING_S", 0.3)
+    monkeypatch.setattr("megatron_dppo.data.chat.RENDERING_S", 0.3)
     error = ".*TimeLimitError" if template == ENDLESS else ""
     with pytest.raises(DataError, match=rf"set\.jsonl, line 1: {error}"):
         load(GOOD, apply_chat_template=True)

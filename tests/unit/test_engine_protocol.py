@@ -116,8 +116,11 @@ def test_routing_of_many_experts_needs_two_bytes():
     [
         ({"output_token_logprobs": [[-0.5, 7, None]]}, "1 log-probabilities"),
         ({"output_token_logprobs": [[-0.5, 7, None], [-0.25, 3, None]]}, "in their order"),
-        ({"output_token_logprobs": [[-0.5, 7, None], [None, 2, None]]}, "log-probability None"),
-        ({"output_token_logprobs": [[-0.5, 7, None], [0.01, 2, None]]}, "at output token 1"),
+        (
+            {"output_token_logprobs": [[-0.5, 7, None], [None, 2, None]]},
+            "log-probabilities: nan at token 1",
+        ),
+        ({"output_token_logprobs": [[-0.5, 7, None], [0.01, 2, None]]}, "at token 1"),
         ({"finish_reason": {"type": "length", "length": 2}}, "after 2"),
         ({"finish_reason": {"type": "other"}}, "expected stop or length"),
         ({"finish_reason": None}, "not subscriptable"),
@@ -130,7 +133,7 @@ def test_routing_of_many_experts_needs_two_bytes():
         ({"output_top_logprobs_val_flat_b64": "!"}, "broken base64"),
         (
             {"output_top_logprobs_val_flat_b64": b64([[-0.5, np.nan], [-1, -2]], "<f4")},
-            "not finite",
+            "nan at token 0",
         ),
         ({"routed_experts": "AAAA"}, "is no recording but str"),
         ({"routed_experts": np.array(ROUTED, np.uint8) + 5}, r"outside 0..7"),

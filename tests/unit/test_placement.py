@@ -149,7 +149,7 @@ def test_a_port_of_the_configuration_is_kept():
         (
             Roles(8, 1, 12),
             4,
-            r"sglang.tp_size: got 12 devices for a server on hosts of 8, expected at most 8 or a "
+            r"sglang.tp_size: got 12 devices for a server on hosts of 8 devices, expected at most 8 or a "
             r"multiple of it, such as 8 or 16",
         ),
         (Roles(8, 2, 16), 4, "8 ranks and 2 servers of 16 do not fit .* what fits: 5 hosts of 8"),
@@ -199,7 +199,9 @@ def test_gpus_of_one_machine(tmp_path, sections, needed):
     roles = Roles.of(settings)
     local_placement(settings, roles, machine(needed))
     if needed > 1:
-        with pytest.raises(PlacementError, match=r"do not fit on one host|on hosts of 3, expected"):
+        with pytest.raises(
+            PlacementError, match=r"do not fit on one host|on hosts of 3 devices, expected"
+        ):
             local_placement(settings, roles, machine(needed - 1))
 
 

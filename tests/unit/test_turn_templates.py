@@ -16,7 +16,6 @@ from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import ChatCall
 from megatron_dppo.environments.turn_template import TurnTemplate, TurnTemplateError
 from megatron_dppo.model.families import FAMILIES
-from megatron_dppo.system import time_limit
 from tests.chat_templates import PUBLISHED, published_tokenizer
 from tests.messages import mentioning
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
@@ -339,7 +338,7 @@ def test_a_template_that_can_not_say_what_follows_is_refused_at_the_start(templa
 
 
 def test_a_template_that_does_not_end_is_refused_at_the_start(monkeypatch):
-    monkeypatch.setattr(time_limit, "RENDERING_S", 0.3)
+    monkeypatch.setattr("megatron_dppo.data.chat.RENDERING_S", 0.3)
     loops = "{% for i in range(90000) %}" * 4 + "{% endfor %}" * 4
     with pytest.raises(TurnTemplateError, match="TimeLimitError"):
         TurnTemplate(tiny_with(CHAT_TEMPLATE + loops), "user")

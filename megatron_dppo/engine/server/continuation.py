@@ -116,31 +116,10 @@ def request_after(
 
 def first_tokens(trajectory: Trajectory, sampled: int) -> Trajectory:
     """Return the prompt and the first ``sampled`` tokens of the response, with their rows of every column."""
-    return _shortened(trajectory, trajectory.sampled - sampled)
-
-
-def without_end(trajectory: Trajectory) -> Trajectory:
-    """Return ``trajectory`` without its last token, which was sampled, and without the token's rows."""
-    return _shortened(trajectory, 1)
-
-
-def _shortened(trajectory: Trajectory, removed: int) -> Trajectory:
-    """Return ``trajectory`` without its last ``removed`` tokens, which were sampled, and without their rows."""
+    removed = trajectory.sampled - sampled
     if not removed:
         return trajectory
-    tokens = trajectory.length - removed
-    # The last token is never an input, so it has no row in columns of inputs.
-    rows = {Rows.SAMPLED: trajectory.sampled - removed, Rows.INPUT: tokens - 1}
-    columns: dict[str, np.ndarray] = {}
-    for name, array in trajectory.columns.items():
-        column_rows = rows[declared_column(name).rows]
-        columns[name] = array[:column_rows]
-    return replace(
-        trajectory,
-        token_ids=trajectory.token_ids[:tokens],
-        loss_mask=trajectory.loss_mask[:tokens],
-        columns=columns,
-    )
+    return trajectory.part(0, trajectory.length - removed)
 
 
 def join(partial: Trajectory, answer: Trajectory) -> Trajectory:
