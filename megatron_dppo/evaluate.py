@@ -16,7 +16,6 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
@@ -233,19 +232,12 @@ class _Checkpoint:
 
     def results(self) -> dict[str, SetResult]:
         """Start the servers, evaluate every set, and stop the servers."""
-        from megatron_dppo.loop.run_parts import generation_job, open_episodes
-
         model = self.config.model.model_copy(update={"hf_checkpoint": self.checkpoint})
         # The servers generate, even if the run replays saved batches.
         rollout = self.config.rollout.model_copy(update={"replay_from": None})
         config = self.config.model_copy(update={"model": model, "rollout": rollout})
         spec = RunSpec.of_checked(config)
-        episodes = open_episodes(config, spec, self.data)
-        with ExitStack() as stack:
-            if episodes is not None:
-                stack.callback(episodes.pool.close)
-            fleet = stack.enter_context(own_fleet(config, spec, self.logs))
-            template = generation_job(config, self.data, spec, episodes, topk=0)
+        with own_fleet(config, spec, self.data, self.logs, topk=0) as (fleet, template):
             results: dict[str, SetResult] = {}
             for name, problems in self.data.held_out.items():
                 results[name] = self._result(fleet, name, template, problems)

@@ -9,7 +9,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.machine_checks import passed_variable_faults
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.spec import RunSpec
-from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Trajectory
     from megatron_dppo.fleet.generation import Generation, GenerationJob, OnResponse
     from megatron_dppo.fleet.membership import Member
+    from megatron_dppo.loop.inputs import RunData
     from megatron_dppo.loop.scorer import Scorer
 
 log = logging.getLogger(__name__)
@@ -57,19 +57,23 @@ def own_fleet_faults(config: TrainConfig) -> Iterator[str]:
 
 
 @contextmanager
-def own_fleet(config: TrainConfig, spec: RunSpec, logs: Path) -> Iterator[OwnFleet]:
-    """Start the servers of ``config``, with logs in the folder ``logs``, and end them at the end of the block.
+def own_fleet(
+    config: TrainConfig, spec: RunSpec, data: RunData, logs: Path, topk: int | None = None
+) -> Iterator[tuple[OwnFleet, GenerationJob]]:
+    """Start the servers of ``config``, with logs in the folder ``logs``, and its environment's processes; end them at
+    the end of the block.
 
-    Raises GenerationError with ``own_fleet_faults``.
+    ``config`` must have no ``own_fleet_faults``. Yields the servers, and the ``generation_job`` with ``topk``.
     """
-    if faults := list(own_fleet_faults(config)):
-        raise GenerationError("; ".join(faults))
-    with _servers(config, spec, logs) as members:
-        fleet = OwnFleet(config, members)
-        try:
-            yield fleet
-        finally:
-            fleet.close()
+    from megatron_dppo.loop.run_parts import generation_job, open_episodes
+
+    episodes = open_episodes(config, spec, data)
+    with ExitStack() as stack:
+        if episodes is not None:
+            stack.callback(episodes.pool.close)
+        fleet = OwnFleet(config, stack.enter_context(_servers(config, spec, logs)))
+        stack.callback(fleet.close)
+        yield fleet, generation_job(config, data, spec, episodes, topk)
 
 
 @contextmanager
@@ -119,16 +123,10 @@ class OwnFleet:
     """The servers of a program, as one client."""
 
     def __init__(self, config: TrainConfig, members: Sequence[Member]) -> None:
-        from megatron_dppo.engine.answer_parsing import AnswerParser
-        from megatron_dppo.fleet.client import FleetClient
-        from megatron_dppo.fleet.generation import GenerationLimits, Slots
+        from megatron_dppo.fleet.calls import ServerCalls
 
-        self._limits = GenerationLimits.of(config.rollout, config.engine, config.environment)
-        self._slots = Slots(self._limits.calls, self._limits.episodes)
-        self._runner = AsyncRunner()
-        self._parser = AnswerParser()
-        self._client = FleetClient(_report_lost, parser=self._parser)
-        self._runner.run(self._client.serve(members, FIRST_WEIGHT_VERSION))
+        self._calls = ServerCalls(config, _report_lost)
+        self._calls.runner.run(self._calls.client.serve(members, FIRST_WEIGHT_VERSION))
 
     def start(
         self,
@@ -142,7 +140,7 @@ class OwnFleet:
         from megatron_dppo.fleet.generation import Generation
 
         generation = Generation(job, description, on_response, order, dict(done or {}))
-        generation.resume(self._runner, self._client, self._limits, stop=_never, slots=self._slots)
+        self._calls.request(generation, stop=_never)
         return generation
 
     def finish(
@@ -192,10 +190,7 @@ class OwnFleet:
         return generation.scored(algorithm, credit)
 
     def close(self) -> None:
-        self._runner.cancel_all()
-        self._runner.run(self._client.close())
-        self._parser.close()
-        self._runner.close()
+        self._calls.close()
 
 
 def _report_lost(server: Server) -> None:

@@ -15,7 +15,6 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +88,6 @@ def _config_text(config: TrainConfig) -> str:
 
 def _generate(config: TrainConfig, spec: RunSpec, out: Path) -> int:
     from megatron_dppo.loop.inputs import RunData
-    from megatron_dppo.loop.run_parts import generation_job, open_episodes
     from megatron_dppo.loop.scorer import Scorer
 
     (out / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
@@ -97,13 +95,10 @@ def _generate(config: TrainConfig, spec: RunSpec, out: Path) -> int:
     data = RunData(config)
     data.refuse_or_drop(data.bad_answers())
     write_atomically(out / CONFIG_FILE, _config_text(config))
-    episodes = open_episodes(config, spec, data)
-    with ExitStack() as stack:
-        if episodes is not None:
-            stack.callback(episodes.pool.close)
-        scorer = stack.enter_context(Scorer.of(config, data))
-        fleet = stack.enter_context(own_fleet(config, spec, out / LOGS_FOLDER))
-        job = generation_job(config, data, spec, episodes)
+    with (
+        Scorer.of(config, data) as scorer,
+        own_fleet(config, spec, data, out / LOGS_FOLDER) as (fleet, job),
+    ):
         batches = _Batches(config, data, fleet, scorer, job, out)
         for step in batches.remaining():
             print(batches.save(step), flush=True)

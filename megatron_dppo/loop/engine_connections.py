@@ -6,9 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.fleet import membership
-from megatron_dppo.fleet.client import FleetClient
+from megatron_dppo.fleet.calls import ServerCalls
 from megatron_dppo.fleet.endpoint import (
     ENDPOINT_VARIABLE,
     FleetEndpoint,
@@ -16,16 +15,15 @@ from megatron_dppo.fleet.endpoint import (
     admin_key,
     control_host,
 )
-from megatron_dppo.fleet.generation import Generation, GenerationEnd, GenerationLimits, Slots
+from megatron_dppo.fleet.generation import Generation, GenerationEnd
 from megatron_dppo.fleet.record import FleetRecord, Keys
 from megatron_dppo.fleet.router_link import HttpRouterLink
 from megatron_dppo.fleet.suspects import Suspect
-from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.lease import start_of_ranks
 from megatron_dppo.trainer import collectives
 
 
-class EngineConnections:
+class EngineConnections(ServerCalls):
     """This rank's connections to the servers and to the server registry, and its open generations. ``close`` ends them.
 
     Args:
@@ -51,27 +49,23 @@ class EngineConnections:
         self._endpoint = endpoint
         self._stop = stop
         self._generations: list[Generation] = []
-        self._limits = GenerationLimits.of(config.rollout, config.engine, config.environment)
         self._aborts_calls = config.rollout.interrupt == "abort"
-        self.slots = Slots(self._limits.calls, self._limits.episodes)
         router = None
         if config.engine.uses_router:
             router = HttpRouterLink(record.reachable_router, registers=registers)
-        self.parser = AnswerParser()
-        self.runner = AsyncRunner()
-        self.client = FleetClient(record.report_lost, router, self.parser, adapters=sends_adapters)
+        super().__init__(config, record.report_lost, router, adapters=sends_adapters)
 
     def start(self, generation: Generation) -> None:
         """Send the requests of a generation."""
         self._generations.append(generation)
-        self._resume(generation)
+        self.request(generation, self._stop)
 
     def resume_lost(self) -> None:
         """Request the missing responses of the generations that lost their servers."""
         for generation in self._generations:
             if generation.is_lost:
                 generation.end()
-                self._resume(generation)
+                self.request(generation, self._stop)
 
     def wait(self, generation: Generation) -> tuple[GenerationEnd, str]:
         """Wait for the end of this rank's share of a generation; return how it ended, and why."""
@@ -82,9 +76,6 @@ class EngineConnections:
         if generation in self._generations:
             self._generations.remove(generation)
             generation.cancel()
-
-    def _resume(self, generation: Generation) -> None:
-        generation.resume(self.runner, self.client, self._limits, self._stop, self.slots)
 
     def break_off(self) -> None:
         """Cancel this rank's calls in flight. The running generations then send these calls again by themselves."""
@@ -119,13 +110,8 @@ class EngineConnections:
         return self.runner.run(self.client.question_suspects(self._stop))
 
     def close(self) -> None:
-        """Abort the running requests on the servers, and close the connections."""
-        # Cancel the generations before the client is closed: a cancelled generation uses the client to abort its
-        # requests on the servers.
-        self.runner.cancel_all()
-        self.runner.run(self.client.close())
-        self.parser.close()
-        self.runner.close()
+        """Abort the running requests on the servers, and close the connections and the registry's endpoint."""
+        super().close()
         if self._endpoint is not None:
             self._endpoint.stop()
 

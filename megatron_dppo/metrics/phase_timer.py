@@ -25,7 +25,6 @@ class PhaseTimer:
         self._last_change = clock()
         self._open_phases: list[str] = []
         self._step_seconds: defaultdict[str, float] = defaultdict(float)
-        self._total_seconds: defaultdict[str, float] = defaultdict(float)
 
     def _credit(self) -> None:
         """Add the seconds since the last change of phase to the running phase."""
@@ -33,9 +32,7 @@ class PhaseTimer:
         phase = OTHER
         if self._open_phases:
             phase = self._open_phases[-1]
-        seconds = current_time - self._last_change
-        self._step_seconds[phase] += seconds
-        self._total_seconds[phase] += seconds
+        self._step_seconds[phase] += current_time - self._last_change
         self._last_change = current_time
 
     @contextmanager
@@ -60,9 +57,3 @@ class PhaseTimer:
             metrics[table.phase_seconds(phase)] = seconds
         self._step_seconds.clear()
         return metrics
-
-    @property
-    def total(self) -> dict[str, float]:
-        """Seconds by phase since construction."""
-        self._credit()
-        return dict(self._total_seconds)
