@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -44,6 +45,17 @@ def planted(family: Family) -> Iterator[None]:
         _forget()
         yield
     _forget()
+
+
+def planted_in_each_test(family: Callable[[], Family]) -> Callable[[], Iterator[None]]:
+    """Return an autouse fixture that plants the family that ``family`` makes."""
+
+    @pytest.fixture(autouse=True)
+    def plant() -> Iterator[None]:
+        with planted(family()):
+            yield
+
+    return plant
 
 
 def _forget() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,15 +23,11 @@ from megatron_dppo.model.gather_plan import gather_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.weights.checksums import EngineTensors
-from tests.planted_families import add_carried_tensors, carrying_family, planted
+from tests.planted_families import add_carried_tensors, carrying_family, planted_in_each_test
 from tests.tiny_models import save_tiny_model
 from tests.unit.test_conversion_streaming import flip_byte, same_bytes
 
-
-@pytest.fixture(autouse=True)
-def family() -> Iterator[None]:
-    with planted(carrying_family()):
-        yield
+family = planted_in_each_test(carrying_family)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,7 @@ from megatron_dppo.tensor_hash import tiled_hash
 from megatron_dppo.weights.checksums import EngineTensors
 from megatron_dppo.weights.verification import compare_checksums
 from tests.engine_digests import expected_digests, mismatched_tensors, random_weights
-from tests.planted_families import planted
+from tests.planted_families import planted, planted_in_each_test
 from tests.unit.test_direct_loading import assert_places, digests, hashes, weights
 from tests.unit.test_engine_checksums import model_shape
 from tests.unit.test_weight_changes import ServedTensors, train_bucket
@@ -61,10 +60,7 @@ def table_of_each_kind() -> Family:
     )
 
 
-@pytest.fixture(autouse=True)
-def family() -> Iterator[None]:
-    with planted(table_of_each_kind()):
-        yield
+family = planted_in_each_test(table_of_each_kind)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,39 +48,73 @@ def response(problem: Problem, sample: int, text: str, version: int = 0, **how: 
     )  # fmt: skip
 
 
-class Engine(RecordedStarts):
-    """An engine with weight version ``version`` that answers each request with the number of its sample.
+class AnsweringEngine(RecordedStarts):
+    """An engine whose responses ``answer`` makes, by the problem, the number of the sample and the generation.
 
-    The last response arrives only after the scorer has released ``scored`` for each of the others."""
+    A generation has the ``version`` of the engine at its start. Its responses arrive in reverse order: with
+    ``at_start`` when it starts, otherwise when it is finished. ``finished``: trainer version, ``mixes`` and order of
+    each generation that was finished. ``under_way``: the generations that were neither finished nor dropped."""
 
-    version = 0
-
-    def __init__(self, scored: threading.Semaphore) -> None:
+    def __init__(
+        self, answer: Callable[[Problem, int, Any], Trajectory], *, at_start: bool = False
+    ) -> None:
         super().__init__()
-        self._scored = scored
+        self.answer, self.at_start, self.version = answer, at_start, 0
+        self.finished: list[tuple[Any, bool, int]] = []
+        self.under_way: list[Any] = []
 
     def start(self, *arguments: Any, **options: Any) -> Any:
         generation = super().start(*arguments, **options)
-        assert generation.order == 0  # evaluations come before any batch
         generation.version = self.version
+        self.under_way.append(generation)
+        if self.at_start:
+            self.respond(generation)
         return generation
+
+    def respond(self, generation: Any) -> None:
+        """Make the responses that the generation does not have yet."""
+        job = generation.job
+        keys = [(i, s) for i in range(len(job.problems)) for s in range(job.group_size)]
+        missing_keys = [key for key in keys if key not in generation.done]
+        for i, sample in missing_keys:
+            generation.done[i, sample] = self.answer(job.problems[i], sample, generation)
+        for key in reversed(missing_keys):
+            self.send(generation, key)
+
+    def send(self, generation: Any, key: tuple[int, int]) -> None:
+        generation.on_response(key, generation.done[key])
+
+    def finish(self, generation: Any, trainer_version: Any, *, mixes: bool) -> list[Trajectory]:
+        if not self.at_start:
+            self.respond(generation)
+        self.finished.append((trainer_version, mixes, generation.order))
+        self.under_way.remove(generation)
+        return [generation.done[key] for key in sorted(generation.done)]
+
+    def drop(self, generation: Any) -> None:
+        self.under_way.remove(generation)
+
+
+class Engine(AnsweringEngine):
+    """An engine that answers each request with the number of its sample.
+
+    The last response arrives only after the scorer has released ``scored`` for each of the others."""
+
+    def __init__(self, scored: threading.Semaphore) -> None:
+        super().__init__(lambda p, sample, g: response(p, sample, str(sample), g.version))
+        self._scored = scored
+
+    def send(self, generation: Any, key: tuple[int, int]) -> None:
+        if key == (0, 0):
+            for _ in range(len(generation.done) - 1):
+                assert self._scored.acquire(timeout=60), "a response was not scored before the last"
+        super().send(generation, key)
 
     def finish(self, generation: Any, trainer_version: Any, *, mixes: bool) -> list[Trajectory]:
         assert not mixes
         assert trainer_version == generation.version
-        job = generation.job
-        answers = {
-            (i, s): response(p, s, str(s), generation.version)
-            for i, p in enumerate(job.problems)
-            for s in range(job.group_size)
-        }
-        *earlier_answers, last_answer = reversed(answers.items())
-        for key, answer in earlier_answers:
-            generation.on_response(key, answer)
-        for _ in earlier_answers:
-            assert self._scored.acquire(timeout=60), "no response was scored before the last came"
-        generation.on_response(*last_answer)
-        return list(answers.values())
+        assert generation.order == 0  # evaluations come before any batch
+        return super().finish(generation, trainer_version, mixes=mixes)
 
 
 class CountingScorer(Scorer):
@@ -184,30 +219,17 @@ def test_an_evaluation_has_its_own_limit_or_the_rollouts(
     assert [job.sampling.max_new_tokens for job in engine.jobs] == [expected]
 
 
-class ReadyEngine(RecordedStarts):
-    """An engine that already has the responses to one problem. They arrive in reverse order."""
-
-    def __init__(self, responses: list[Trajectory]) -> None:
-        super().__init__()
-        self.responses = responses
-
-    def start(self, *arguments: Any, **options: Any) -> Any:
-        generation = super().start(*arguments, **options)
-        for sample, answer in reversed(list(enumerate(self.responses))):
-            generation.on_response((0, sample), answer)
-        return generation
-
-    def finish(self, generation: Any, trainer_version: Any, *, mixes: bool) -> list[Trajectory]:
-        self.trainer_version = trainer_version
-        return self.responses
+def ready_engine(responses: list[Trajectory]) -> AnsweringEngine:
+    """Return an engine that already has the responses to one problem."""
+    return AnsweringEngine(lambda problem, sample, generation: responses[sample], at_start=True)
 
 
 def score(responses: list[Trajectory], folder: Path, **algorithm: Any) -> list[Trajectory]:
     job = GenerationJob([PROBLEM], len(responses), SamplingParams(4))
-    engine: Any = ReadyEngine(responses)
+    engine: Any = ready_engine(responses)
     generation = ScoredGeneration(engine, Scorer(EXACT), job, "")
     generation.wait(3)
-    assert (engine.trainer_version, generation.seconds) == (3, 1.0)
+    assert ([version for version, *_ in engine.finished], generation.seconds) == ([3], 1.0)
     changed_algorithm = settings(folder).algorithm.model_copy(update=algorithm)
     return generation.scored(changed_algorithm)
 
@@ -228,7 +250,7 @@ def test_a_truncated_response_earns_nothing_where_the_run_wants_it(tmp_path: Pat
 
 def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
     unanswerable = replace(PROBLEM, answer="one")
-    engine = ReadyEngine([response(unanswerable, s, "1") for s in range(4)])
+    engine = ready_engine([response(unanswerable, s, "1") for s in range(4)])
     sets = {"test": [unanswerable]}
     evaluator = evaluator_of(engine, settings(tmp_path), Scorer(EXACT), sets)
     evaluation = evaluator.begin(0)
@@ -236,25 +258,17 @@ def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
         evaluator.finish(evaluation, 0)
 
 
-class WordEngine(RecordedStarts):
+class WordEngine(AnsweringEngine):
     """An engine that answers the requests for one problem with ``words``, one after the other."""
 
     def __init__(self, words: list[str]) -> None:
-        super().__init__()
-        self.words = iter(words)
+        remaining_words = iter(words)
+        super().__init__(lambda p, s, g: response(p, s, next(remaining_words)), at_start=True)
 
     def start(self, *arguments: Any, **options: Any) -> Any:
         generation = super().start(*arguments, **options)
         generation.timed_out = 2
-        for sample in range(generation.job.group_size):
-            if (0, sample) not in generation.done:
-                generation.done[0, sample] = response(PROBLEM, sample, next(self.words))
-                generation.on_response((0, sample), generation.done[0, sample])
         return generation
-
-    def finish(self, generation: Any, trainer_version: Any, *, mixes: bool) -> list[Trajectory]:
-        assert (trainer_version, mixes, generation.order) == (3, False, 7)
-        return [generation.done[0, sample] for sample in range(3)]
 
 
 def generate_with_replacements(words: list[str], folder: Path, rounds: int = 2) -> tuple[Any, ...]:
@@ -267,6 +281,7 @@ def generate_with_replacements(words: list[str], folder: Path, rounds: int = 2) 
         generation = ScoredGeneration(engine, scorer, job, "step 4: generate", 7)
         generation.wait(3, mixes=False)
         trajectories = generation.scored(settings(folder).algorithm, version=3, mixes=False)
+    assert set(engine.finished) == {(3, False, 7)}
     return trajectories, engine, scorer, generation
 
 
@@ -296,33 +311,20 @@ def test_a_run_ends_where_replacements_have_no_reward_either(tmp_path: Path) -> 
 
 
 class LosingEngine(WordEngine):
-    """An engine that loses its weights while it samples a replacement.
-
-    ``under_way``: the generations that were neither finished nor dropped."""
-
-    def __init__(self) -> None:
-        super().__init__(["bad", "a", "b", "c"])
-        self.under_way: list[Any] = []
-
-    def start(self, *arguments: Any, **options: Any) -> Any:
-        self.under_way.append(super().start(*arguments, **options))
-        return self.under_way[-1]
+    """An engine that loses its weights while it samples a replacement."""
 
     def finish(self, generation: Any, trainer_version: Any, *, mixes: bool) -> list[Trajectory]:
         if len(self.jobs) > 1:
             raise WeightsLostError("killed")
-        self.under_way.remove(generation)
-        return [generation.done[0, sample] for sample in range(3)]
-
-    def drop(self, generation: Any) -> None:
-        self.under_way.remove(generation)
+        return super().finish(generation, trainer_version, mixes=mixes)
 
 
 def test_an_evaluation_that_is_lost_with_a_replacement_leaves_nothing_under_way(
     tmp_path: Path,
 ) -> None:
     name = "tests.unit.planted_rewards:unlucky"
-    engine, config = LosingEngine(), settings(tmp_path, samples_per_prompt=3)
+    engine = LosingEngine(["bad", "a", "b", "c"])
+    config = settings(tmp_path, samples_per_prompt=3)
     with Scorer(RewardConfig(name=name, attempts=1, workers=1, max_replacements=1)) as scorer:
         evaluator = evaluator_of(engine, config, scorer)
         with pytest.raises(WeightsLostError):
@@ -357,37 +359,31 @@ def test_a_generation_frees_its_responses_with_itself() -> None:
 # --- when a run evaluates, and which record gets the figures
 
 
-class LoggingEngine(RecordedStarts):
+class LoggingEngine(AnsweringEngine):
     """An engine that records its calls in ``log``.
 
-    ``version``: the version of its weights. ``right``: how many of 4 responses to problem 0 are correct. ``lost``:
-    whether ``finish`` finds that the engine has lost the weights."""
+    ``right``: how many of 4 responses to problem 0 are correct. ``lost``: whether ``finish`` finds that the engine has
+    lost the weights."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.version, self.right, self.lost = 0, 0, False
+        super().__init__(lambda p, s, g: response(p, s, "1" if s < g.right else "0", g.version))
+        self.right, self.lost = 0, False
         self.log: list[str] = []
 
     def start(self, *arguments: Any, **options: Any) -> Any:
         self.log.append(f"begin {self.version}")
         generation = super().start(*arguments, **options)
-        generation.version, generation.right = self.version, self.right
+        generation.right = self.right
         return generation
 
     def finish(self, generation: Any, trainer_version: int, *, mixes: bool) -> list[Trajectory]:
         self.log.append(f"finish {generation.version}, trainer {trainer_version}")
         if self.lost and not mixes and trainer_version != generation.version:
             raise WeightsLostError(f"weight version {generation.version} is lost: killed")
-        (problem,) = generation.job.problems
-        answers = [
-            response(problem, s, "1" if s < generation.right else "0", generation.version)
-            for s in range(4)
-        ]
-        for s, answer in enumerate(answers):
-            generation.on_response((0, s), answer)
-        return answers
+        return super().finish(generation, trainer_version, mixes=mixes)
 
     def drop(self, generation: Any) -> None:
+        super().drop(generation)
         self.log.append(f"drop {generation.version}")
 
 
@@ -481,7 +477,7 @@ def test_weights_that_nobody_has_any_more_are_not_evaluated_but_the_next_ones(
 
 
 def test_a_token_of_other_weights_is_refused(tmp_path: Path) -> None:
-    engine = ReadyEngine([response(PROBLEM, s, "1", version=s // 3) for s in range(4)])
+    engine = ready_engine([response(PROBLEM, s, "1", version=s // 3) for s in range(4)])
     evaluator = evaluator_of(engine, settings(tmp_path), Scorer(EXACT))
     evaluation = evaluator.begin(0)
     with pytest.raises(MixedVersionsError, match=r"step 0 .*\[0, 1\]"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,17 +27,14 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import engine_parameters, hf_tensors, local_parameters
 from megatron_dppo.model.resharding import prove_rank_filled, prove_resharding
 from megatron_dppo.model.shape import ModelShape, active_parameters
-from tests.planted_families import mixed_family, planted
+from tests.planted_families import mixed_family, planted_in_each_test
 from tests.tiny_models import save_tiny_model
 
 DENSE = (0, 2)
 LAYERS = 4
 
 
-@pytest.fixture(autouse=True)
-def family() -> Iterator[None]:
-    with planted(mixed_family()):
-        yield
+family = planted_in_each_test(mixed_family)
 
 
 @pytest.fixture(scope="module")

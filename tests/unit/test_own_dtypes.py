@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,17 +25,14 @@ from megatron_dppo.tensor_hash import tiled_hash
 from megatron_dppo.weights.checksums import IncompleteWeightsError
 from megatron_dppo.weights.verification import compare_checksums
 from tests.engine_digests import expected_digests
-from tests.planted_families import add_router_bias, biased_family, planted
+from tests.planted_families import add_router_bias, biased_family, planted_in_each_test
 from tests.tiny_models import save_tiny_model
 from tests.unit.test_engine_checksums import model_shape
 
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
 
 
-@pytest.fixture(autouse=True)
-def family() -> Iterator[None]:
-    with planted(biased_family()):
-        yield
+family = planted_in_each_test(biased_family)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,14 @@ from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 from megatron_dppo.convert.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
-from tests.planted_families import packing_family, planted
+from tests.planted_families import packing_family, planted_in_each_test
 from tests.tiny_models import tensors_of
 from tests.unit.test_checkpoint_layouts import fuse, model
 
 MTP = "mtp.layers.0.mlp.experts.gate_up_proj"
 
 
-@pytest.fixture(autouse=True)
-def family() -> Iterator[None]:
-    with planted(packing_family()):
-        yield
+family = planted_in_each_test(packing_family)
 
 
 @pytest.fixture
