@@ -76,64 +76,6 @@ def test_final_answer(response, final):
     assert final_answer(response).strip(" *") == final
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        (r"$\boxed{204}$", "204"),
-        (r"\boxed{033}.", "33"),
-        (r"\boxed{33}", "033"),
-        (r"\boxed{104.}", "104"),
-        (r"$\boxed{\textbf{(113) }}$.", "113"),
-        (r"$99+28=\boxed{\mathbf{127} }$", "127"),
-        (r"\boxed{$25$}", "25"),
-        (r"\boxed{1{,}234}", "1234"),
-        (r"\boxed{1,234}", "1234"),
-        (r"\boxed{m + n = 204}", "204"),
-        (r"\boxed{0.5}", r"\frac{1}{2}"),
-        (r"\boxed{\dfrac12}", "1/2"),
-        (r"\boxed{\sqrt{12}}", r"$2\sqrt{3}$"),
-        (r"\boxed{\{2, 1\}}", r"\{1,2\}"),
-        (r"\boxed{(1, 2)}", "(1,2)"),
-        (r"\boxed{10\text{ cm}}", "10"),
-        (r"\boxed{1 + x^2}", "x^2 + 1"),
-        (r"\boxed{\text{yes}}", "yes"),
-        (r"\boxed{-7}", "-7"),
-        ("Answer: 34", "34"),
-        ("34", "34"),
-        (r"\boxed{.5}", r"\frac{1}{2}"),
-        ("1/3", r"\frac{2}{6}"),
-    ],
-)
-def test_math_verify_accepts(response, answer):
-    assert math_verify(response, answer) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        (r"\boxed{204}", "205"),
-        (r"\boxed{204} and \boxed{205}", "204"),
-        (r"\boxed{204 \text{ or } 205}", "204"),
-        (r"\boxed{1, 2, 3, 204}", "204"),
-        (r"\boxed{\pm 204}", "204"),
-        (r"\boxed{-33}", "33"),
-        (r"\boxed{(1, 2)}", "[1,2]"),
-        (r"\boxed{0.3}", r"\frac{1}{3}"),
-        (r"\boxed{}", "0"),
-        (r"\boxed{.5}", "5"),
-        (r"\boxed{5!}", "5"),
-        ("the answer is not 5", "5"),
-        (r"\boxed{204", "5"),
-        ("I do not know", "204"),
-        ("204 is what I first thought, but \\boxed{17}", "204"),
-        ("", "204"),
-        ("\\boxed{" + "1+" * 400 + "1}", "401"),
-    ],
-)
-def test_math_verify_refuses(response, answer):
-    assert math_verify(response, answer) == 0.0
-
-
 def test_math_verify_says_when_the_answer_itself_is_no_mathematics():
     with pytest.raises(ValueError, match="cannot parse the answer"):
         math_verify(r"\boxed{1}", r"$$")
