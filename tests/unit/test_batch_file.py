@@ -50,6 +50,13 @@ def read_back(folder: Path, arrays: dict[str, np.ndarray]) -> list[Trajectory]:
     return load_batch(folder, 1)
 
 
+def partly_routed_batch(dtype: type = np.uint8) -> list[Trajectory]:
+    """Return three trajectories, of which the second alone has recorded routing."""
+    routed = np.tile(np.array([3, 250], dtype), (3, 4, 1))
+    second = trajectory(1, [9, 4], routed_experts=routed)
+    return [trajectory(0, [7, 8]), second, trajectory(2, [5])]
+
+
 def all_same(loaded: list[Trajectory], expected: list[Trajectory]) -> bool:
     return all(same(a, b) for a, b in zip(loaded, expected, strict=True))
 
@@ -62,9 +69,8 @@ def test_a_ragged_batch_comes_back_as_it_went(tmp_path):
 def test_several_turns_and_the_tool_s_output_between_them_come_back(tmp_path):
     tokens, mask = [1, 2, 7, 8, 30, 31, 9], [False, False, True, True, False, False, True]
     whole = masked(tokens, mask, problem_id=3, rollout_log_probs=[-1.0, -2.0, -3.0])
-    assert all_same(save_and_load(tmp_path, [whole, trajectory(0, [7]).without("weight_version")]), [
-        whole, trajectory(0, [7]).without("weight_version"),
-    ])  # fmt: skip
+    batch = [whole, trajectory(0, [7]).without("weight_version")]
+    assert all_same(save_and_load(tmp_path, batch), batch)
     assert whole.prompt_ids.tolist() == [1, 2]
     assert whole.response_ids.tolist() == [7, 8, 9]
 
@@ -108,12 +114,7 @@ def test_a_complete_column_of_some_trajectories_only_is_refused(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_some_trajectories_may_have_no_recorded_routing(tmp_path, dtype):
-    routed = np.tile(np.array([3, 250], dtype), (3, 4, 1))
-    batch = [
-        trajectory(0, [7, 8]),
-        trajectory(1, [9, 4], routed_experts=routed),
-        trajectory(2, [5]),
-    ]
+    batch = partly_routed_batch(dtype)
     loaded = save_and_load(tmp_path, batch)
     assert ["routed_experts" in t.columns for t in loaded] == [False, True, False]
     assert all_same(loaded, batch)
@@ -136,12 +137,7 @@ def test_a_file_with_one_expert_twice_is_refused(tmp_path):
 
 
 def test_single_trajectories_are_read_from_a_file(tmp_path):
-    routed = np.tile(np.array([3, 250], np.uint8), (3, 4, 1))
-    batch = [
-        trajectory(0, [7, 8]),
-        trajectory(1, [9, 4], routed_experts=routed),
-        trajectory(2, [5]),
-    ]
+    batch = partly_routed_batch()
     save_batch(tmp_path, 2, batch)
     saved = SavedBatch(tmp_path, 2)
     assert saved.problems == [10, 11, 12]

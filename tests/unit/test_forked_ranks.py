@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,7 +14,7 @@ from megatron_dppo.launch.forked_ranks import ForkedRankGroup, shares_imports
 from megatron_dppo.logging import failure_mark
 from megatron_dppo.system.secret_variables import split_environment
 from tests.messages import mentions
-from tests.patience import Patience, family_of
+from tests.patience import family_of, happens
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,20 +41,13 @@ def start_group(tmp_path, monkeypatch):
         group.kill()
 
 
-def wait_for(condition) -> None:
-    patience = Patience(60, lambda: family_of(os.getpid()))
-    while not condition():
-        assert not patience.is_exhausted()
-        time.sleep(0.02)
-
-
 def outputs_of(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("rank?.out"))]
 
 
 def test_each_rank_has_its_variables_its_output_and_the_keys(start_group, tmp_path):
     group = start_group("ends")
-    wait_for(group.ended)
+    assert happens(group.ended)
     assert group.codes() == [0, 0, 0]
     expected = [f"{rank} {rank} 3 hf-4711 False True True\n" for rank in range(3)]
     assert outputs_of(tmp_path) == expected
@@ -63,7 +55,7 @@ def test_each_rank_has_its_variables_its_output_and_the_keys(start_group, tmp_pa
 
 def test_a_killed_rank_is_the_failure(start_group):
     group = start_group("killed")
-    wait_for(lambda: group.failures(0.0))
+    assert happens(lambda: group.failures(0.0))
     (failure,) = group.failures(0.0)
     assert (failure.rank, failure.code) == (1, -signal.SIGKILL)
 
@@ -71,11 +63,11 @@ def test_a_killed_rank_is_the_failure(start_group):
 def test_ranks_start_again_from_the_same_process(start_group, tmp_path):
     group = start_group("killed once")
     server = group._server.process.pid
-    wait_for(lambda: group.failures(0.0) and all(outputs_of(tmp_path)))
+    assert happens(lambda: group.failures(0.0) and all(outputs_of(tmp_path)))
     first_pids = {rank.pid for rank in group._ranks}
     group.clear()
     group.start(2)
-    wait_for(group.ended)
+    assert happens(group.ended)
     assert group.codes() == [0, 0, 0]
     assert group._server.process.pid == server
     assert len(outputs_of(tmp_path)) == 3
@@ -85,7 +77,7 @@ def test_ranks_start_again_from_the_same_process(start_group, tmp_path):
 
 def test_an_error_of_a_rank_is_in_its_output(start_group, tmp_path):
     group = start_group("raises")
-    wait_for(lambda: group.failures(0.0))
+    assert happens(lambda: group.failures(0.0))
     (failure,) = group.failures(0.0)
     assert (failure.rank, failure.code) == (1, 1)
     assert mentions(failure.output.read_text(), "ValueError")
@@ -107,16 +99,16 @@ def test_ranks_are_cleared_during_the_imports(tmp_path, monkeypatch):
 
 def test_a_stop_reaches_every_rank(start_group, tmp_path):
     group = start_group("waits")
-    wait_for(lambda: all(outputs_of(tmp_path)) and len(outputs_of(tmp_path)) == 3)
+    assert happens(lambda: all(outputs_of(tmp_path)) and len(outputs_of(tmp_path)) == 3)
     group.ask_to_stop()
-    wait_for(lambda: None not in group.codes())
+    assert happens(lambda: None not in group.codes())
     assert group.codes() == [-signal.SIGTERM] * 3
 
 
 def test_a_dead_server_takes_its_ranks_along(start_group, tmp_path):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     group = start_group("server")
-    wait_for(lambda: group.failures(0.0))
+    assert happens(lambda: group.failures(0.0))
     (failure,) = group.failures(0.0)
     assert (failure.rank, failure.code) == (0, -signal.SIGKILL)
     group.kill()
@@ -127,10 +119,10 @@ def test_a_dead_server_takes_its_ranks_along(start_group, tmp_path):
 
 def test_kill_ends_every_process(start_group, tmp_path):
     group = start_group("waits")
-    wait_for(lambda: len(outputs_of(tmp_path)) == 3)
+    assert happens(lambda: len(outputs_of(tmp_path)) == 3)
     pids = family_of(group._server.process.pid)
     group.kill()
-    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids if pid != os.getpid()))
+    assert happens(lambda: not any(psutil.pid_exists(pid) for pid in pids if pid != os.getpid()))
 
 
 def test_ranks_share_imports_where_there_are_several_and_no_gpu():

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,18 +21,11 @@ from megatron_dppo.launch.placement import LaunchError, place
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.spec import Roles
 from megatron_dppo.system import network
-from tests.patience import Patience, family_of
+from tests.patience import happens
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "examples" / "kubernetes" / "megatron_dppo.yaml"
 SHELL = ["env", "PLACE={host}"]
-
-
-def wait_for(condition) -> None:
-    patience = Patience(60, lambda: family_of(os.getpid()))
-    while not condition():
-        assert not patience.is_exhausted()
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -69,7 +61,7 @@ def start_ranks(tmp_path, monkeypatch):
 @pytest.mark.parametrize("forks", [True, False])
 def test_each_host_runs_its_own_ranks(start_ranks, forks, tmp_path):
     ranks = start_ranks("ends", forks=forks)
-    wait_for(ranks.ended)
+    assert happens(ranks.ended)
     outputs = [path.read_text() for path in sorted((tmp_path / "run/logs").glob("rank?.out"))]
     assert outputs == [f"{rank} {rank % 2} 4 hf-4711 False True True\n" for rank in range(4)]
 
@@ -79,7 +71,7 @@ def test_a_key_of_the_hosts_file_is_in_no_environment_that_others_can_read(
     start_ranks, forks, tmp_path
 ):
     ranks = start_ranks("ends", forks=forks, variables={"HF_TOKEN": "hf-4711-hosts"})
-    wait_for(ranks.ended)
+    assert happens(ranks.ended)
     outputs = [path.read_text() for path in sorted((tmp_path / "run/logs").glob("rank?.out"))]
     # The fifth word is whether the rank's first environment has the key.
     assert outputs == [f"{rank} {rank % 2} 4 hf-4711-hosts False True True\n" for rank in range(4)]
@@ -108,7 +100,7 @@ def test_a_host_that_is_there_twice_is_refused(second):
 @pytest.mark.parametrize("forks", [True, False])
 def test_the_rank_that_failed_is_the_failure(start_ranks, forks):
     ranks = start_ranks("killed", forks=forks)
-    wait_for(lambda: ranks.failures(0.0))
+    assert happens(lambda: ranks.failures(0.0))
     (failure,) = ranks.failures(0.0)
     assert failure.code == 128 + signal.SIGKILL
     assert failure.output.name == ("rank1.out" if forks else "node0.out")
@@ -118,7 +110,7 @@ def test_a_host_ends_what_it_runs_with_the_connection(start_ranks):
     before = set(psutil.Process().children(recursive=True))
     ranks = start_ranks("waits", forks=True)
     # Each of the two hosts runs remote_process, node_ranks, a fork server and two ranks.
-    wait_for(lambda: sum(p.name().startswith("python") for p in children_since(before)) >= 10)
+    assert happens(lambda: sum(p.name().startswith("python") for p in children_since(before)) >= 10)
     family = children_since(before)
     ranks.kill()
     assert psutil.wait_procs(family, timeout=20)[1] == []
@@ -143,7 +135,7 @@ def test_a_server_is_asked_to_end_and_gets_its_keys(tmp_path):
     server = launcher.start(
         [sys.executable, "-c", program], environment=environment, log=log, stdin=b"a key"
     )
-    wait_for(lambda: log.exists() and "a key" in log.read_text())
+    assert happens(lambda: log.exists() and "a key" in log.read_text())
     server.stop(20.0)
     assert "asked" in log.read_text()
     assert server.poll() == 0
