@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_dppo.model.mapping import Segment
-    from megatron_dppo.model.shape import ModelShape
     from megatron_dppo.weights.checksums import EnginePart, EngineTensors
     from megatron_dppo.weights.server.shards import Incoming
 
@@ -454,10 +453,8 @@ def register() -> None:
     hooks.register(ANSWERED, answer_for_all_ranks, "after")
 
 
-@cache
-def served_shape(folder: str) -> ModelShape:
-    """Return the shape of the model in ``folder``, which this process serves; raises as ``load_model_shape``."""
-    return load_model_shape(folder)
+served_shape = cache(load_model_shape)
+"""Returns the shape of the model in a folder, which this process serves; raises as ``load_model_shape``."""
 
 
 def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
