@@ -134,7 +134,7 @@ def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
             gib(plan.fullest.total),
             plan.facts.trainer.layout.describe(),
             f"{engine.started} x TP{engine.layout.tensor}",
-            plan.facts.trainer.recompute,
+            plan.facts.config.training.recompute,
         )
     console.print(table)
     for number, proposal in enumerate(proposals, start=1):
@@ -151,7 +151,7 @@ def _head(plan: RunPlan) -> Iterable[str]:
     yield (
         f"{trainer.shape.family}, {parameter_count(trainer.shape) / 1e9:.2f} B parameters, on {cluster.nodes} x "
         f"{cluster.gpus_per_node} {cluster.device.name}; trainer {trainer.layout.describe()}, recompute "
-        f"{trainer.recompute}, {'distributed' if trainer.distributed_optimizer else 'plain'} optimizer"
+        f"{facts.config.training.recompute}, {'distributed' if trainer.distributed_optimizer else 'plain'} optimizer"
     )
     yield (
         f"A step: {rollout.responses:,} responses, {rollout.tokens / 1e6:.1f} M tokens at {rollout.mean_prompt:.0f} + "

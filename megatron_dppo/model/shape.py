@@ -327,7 +327,11 @@ class SequenceCost:
 
     def __call__(self, tokens: int) -> float:
         """Return the cost of one sequence of ``tokens`` tokens."""
-        return (self.linear + self.quadratic * tokens) * tokens
+        return self.of_token(tokens) * tokens
+
+    def of_token(self, tokens: float) -> float:
+        """Return the mean cost of a token in a sequence of ``tokens`` tokens."""
+        return self.linear + self.quadratic * tokens
 
 
 TOKENS = SequenceCost(1.0, 0.0)

@@ -242,11 +242,13 @@ def test_memory_falls_by_what_the_planner_says(
     from megatron_dppo.cluster.planner.facts import trainer_facts
     from megatron_dppo.cluster.planner.trainer_state import parked_bytes, state_bytes
     from megatron_dppo.model.families import load_model_shape
+    from megatron_dppo.spec import TrainerSpec
 
     folder, ranks = reports
     _, _, changes, copied = SIZES[size]
     config = run_config(str(folder / size), {"world_size": 2}, changes)
-    job = trainer_facts(config, load_model_shape(folder / size), 1, 256, gpu=False)
+    shape = load_model_shape(folder / size)
+    job = trainer_facts(config, TrainerSpec.of(config, shape), shape, 1, 256, gpu=False)
     planned = parked_bytes(state_bytes(job, 0)).device
     for rank in ranks:
         report = rank[size]

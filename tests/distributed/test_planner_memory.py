@@ -110,13 +110,15 @@ def plan_ranks(
     from megatron_dppo.cluster.planner.facts import trainer_facts
     from megatron_dppo.cluster.planner.trainer_state import state_bytes
     from megatron_dppo.model.families import load_model_shape
+    from megatron_dppo.spec import TrainerSpec
     from tests.distributed.test_trainer_parity import run_config
 
     config = run_config(
         str(folder / family), {**parallel, "world_size": 2}, {"dtype": "bfloat16", **changes}
     )
     shape = load_model_shape(folder / family)
-    job = trainer_facts(config, shape, MICRO_BATCHES, TOKENS, gpu=False)
+    spec = TrainerSpec.of(config, shape)
+    job = trainer_facts(config, spec, shape, MICRO_BATCHES, TOKENS, gpu=False)
     stages = [job.layout.coordinates(rank).pp for rank in range(2)]
     return [(state_bytes(job, s), activation_bytes(job, s, busiest=1.0)) for s in stages]
 
@@ -200,6 +202,7 @@ def test_the_gate_of_a_shared_expert(tmp_path: Path) -> None:
     from megatron_dppo.cluster.planner.activations import layer_bytes
     from megatron_dppo.cluster.planner.facts import trainer_facts
     from megatron_dppo.model.families import load_model_shape
+    from megatron_dppo.spec import TrainerSpec
     from tests.distributed.test_trainer_parity import run_config
 
     save_tiny_model(tmp_path, "qwen2_moe", layers=LAYERS)
@@ -207,9 +210,9 @@ def test_the_gate_of_a_shared_expert(tmp_path: Path) -> None:
     shape = load_model_shape(tmp_path)
     planned_bytes = []
     for has_gate in (False, True):
-        job = trainer_facts(
-            config, replace(shape, gates_shared_expert=has_gate), 1, TOKENS, gpu=False
-        )
+        gated_shape = replace(shape, gates_shared_expert=has_gate)
+        spec = TrainerSpec.of(config, gated_shape)
+        job = trainer_facts(config, spec, gated_shape, 1, TOKENS, gpu=False)
         planned_bytes.append(round(TOKENS * layer_bytes(job).mlp))
     [peaks] = run_ranks("tests.distributed.test_planner_memory:measure_gate", 1, shape.hidden_size)
     assert planned_bytes[1] - planned_bytes[0] == peaks[1] - peaks[0]

@@ -14,6 +14,7 @@ from megatron_dppo.cluster.planner.head_memory import head_bytes, logits_bytes
 from megatron_dppo.model.adapters import AdaptedLinear, Adapters, adapted_linears
 from megatron_dppo.model.families import has_layer_parameter
 from megatron_dppo.model.layout import Layout, layers_of_stage
+from megatron_dppo.model.shape import ModelShape
 
 _FLOAT = 4
 """Bytes of an fp32 element."""
@@ -28,18 +29,20 @@ class LocalSizes:
     """The sizes of a layer on one rank.
 
     Attributes:
+        shape: the model.
+        hidden: the hidden size.
         query: elements of all query heads.
         kv: elements of all key heads; all value heads have as many.
         heads: number of query heads.
         ffn, expert_ffn, shared_ffn: width of a dense MLP, of an expert and of the shared expert.
         qk_norm: whether queries and keys have norms.
-        norms_all_heads: whether a norm of queries or keys spans all heads (OLMoE), instead of one head.
         hidden_share: share of a micro-batch's tokens whose hidden states the rank holds (1 / TP with sequence
             parallelism).
         assignments: (token, expert) pairs on the rank for each token of the micro-batch, with balanced experts.
         item_bytes: bytes of an element of an activation (b).
     """
 
+    shape: ModelShape
     hidden: int
     query: float
     kv: float
@@ -47,19 +50,14 @@ class LocalSizes:
     ffn: float
     expert_ffn: float
     shared_ffn: float
-    gates_shared_expert: bool
-    head_dim: int
     qk_norm: bool
-    norms_all_heads: bool
     hidden_share: float
     assignments: float
-    experts: int
-    experts_per_token: int
     item_bytes: int
 
     @classmethod
-    def of(cls, trainer: TrainerFacts, qk_norm: bool) -> LocalSizes:
-        """Return the sizes on a rank of ``trainer``; ``qk_norm``: whether queries and keys have norms.
+    def of(cls, trainer: TrainerFacts) -> LocalSizes:
+        """Return the sizes on a rank of ``trainer``.
 
         A rank sends as many (token, expert) pairs to the other expert-parallel ranks as it receives, so EP does not
         appear in ``assignments``. With expert tensor parallelism, a rank computes its slice of an expert for the tokens
@@ -71,6 +69,7 @@ class LocalSizes:
         tensor = layout.tensor
         hidden_share = 1 / tensor if trainer.sequence_parallel else 1.0
         return cls(
+            shape=shape,
             hidden=shape.hidden_size,
             query=sizes["query"] / tensor,
             kv=sizes["kv"] / tensor,
@@ -78,14 +77,9 @@ class LocalSizes:
             ffn=shape.ffn_hidden_size / tensor,
             expert_ffn=shape.moe_ffn_hidden_size / layout.expert_tensor,
             shared_ffn=shape.shared_ffn_hidden_size / tensor,
-            gates_shared_expert=shape.gates_shared_expert,
-            head_dim=shape.head_dim,
-            qk_norm=qk_norm,
-            norms_all_heads=shape.norms_all_heads,
+            qk_norm=has_layer_parameter(shape, "self_attention.q_layernorm.weight"),
             hidden_share=hidden_share,
             assignments=shape.experts_per_token * hidden_share * layout.expert_tensor,
-            experts=shape.num_experts,
-            experts_per_token=shape.experts_per_token,
             item_bytes=trainer.item_bytes,
         )
 
@@ -154,13 +148,13 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
     log_sum_exp = _FLOAT * s.heads
     qk_norm = 0.0
     if s.qk_norm:
-        norms_per_token = 1 if s.norms_all_heads else s.heads
+        norms_per_token = 1 if s.shape.norms_all_heads else s.heads
         qk_norm = (s.query + s.kv) * s.item_bytes + 2 * _FLOAT * norms_per_token
     output = s.query * s.item_bytes
     if is_moe:
         pair_bytes = (s.hidden + 3 * s.expert_ffn) * s.item_bytes + _FLOAT
         mlp = s.assignments * pair_bytes + 3 * s.shared_ffn * s.item_bytes + _gate(s)
-        router = _router(s) + _INT32 * (2 * s.experts + 1) * s.hidden_share
+        router = _router(s) + _INT32 * (2 * s.shape.num_experts + 1) * s.hidden_share
         norm_output = s.hidden * s.item_bytes * s.hidden_share
         dropped = s.assignments * s.expert_ffn * s.item_bytes + norm_output
     else:
@@ -197,18 +191,18 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
     qk_bytes = qk_size * s.item_bytes
     fused_projection_bytes = (s.query + 2 * s.kv) * s.item_bytes
     qk_norm = 0.0
-    if s.norms_all_heads:
+    if s.shape.norms_all_heads:
         # The norms' inputs are views, and a view keeps the whole fused projection. Each of the two norms also keeps its
         # scale, fp32.
         qk_norm = fused_projection_bytes + 2 * _FLOAT
     elif s.qk_norm:
         # The norms have one row for each head.
-        qk_heads = qk_size / s.head_dim
+        qk_heads = qk_size / s.shape.head_dim
         qk_norm = qk_size * 2 * _FLOAT + qk_heads * _FLOAT
         # In fp32, the norms of queries and keys also keep their inputs: parts of the fused projection.
         if s.item_bytes == _FLOAT:
             qk_norm += qk_bytes
-    rotary = 4 * s.head_dim * s.item_bytes
+    rotary = 4 * s.shape.head_dim * s.item_bytes
     # The output is as large as the queries, and the values are as large as the keys.
     padded_bytes = 2 * qk_bytes
     core = padded_bytes + _FLOAT * s.heads + 2 * _INDEX
@@ -257,7 +251,7 @@ def _gate(s: LocalSizes) -> float:
 
     The gate multiplies the expert's output by the sigmoid of a score. It keeps the output and the sigmoid.
     """
-    if s.gates_shared_expert:
+    if s.shape.gates_shared_expert:
         return (s.hidden + 1) * s.item_bytes * s.hidden_share
     return 0.0
 
@@ -268,12 +262,12 @@ def _router(s: LocalSizes) -> float:
     The router keeps the probabilities (fp32) and the map (1 byte) of all experts, and the ids (int64) and probabilities
     (fp32) of the selected experts.
     """
-    topk_bytes = s.experts_per_token * (_INDEX + _FLOAT)
-    return (s.experts * (_FLOAT + 1) + topk_bytes) * s.hidden_share
+    topk_bytes = s.shape.experts_per_token * (_INDEX + _FLOAT)
+    return (s.shape.num_experts * (_FLOAT + 1) + topk_bytes) * s.hidden_share
 
 
 def with_adapters(
-    trained_layer: LayerBytes, s: LocalSizes, trainer: TrainerFacts, number: int = 0
+    trained_layer: LayerBytes, s: LocalSizes, trainer: TrainerFacts, number: int
 ) -> LayerBytes:
     """Return the bytes of layer ``number`` with frozen weights and adapters.
 
@@ -304,7 +298,7 @@ def with_adapters(
         if s.item_bytes < _FLOAT:
             norm_change += fused_norms * fp32_tensor
         has_attention = number not in trainer.shape.delta_layers
-        has_torch_norms = s.qk_norm and not s.norms_all_heads and has_attention
+        has_torch_norms = s.qk_norm and not s.shape.norms_all_heads and has_attention
         if has_torch_norms:
             qk_norm_change = -_FLOAT * (s.query + s.kv)
     attention_adapters = mlp_adapters = 0.0
@@ -404,8 +398,7 @@ def layer_bytes(trainer: TrainerFacts, busiest: float = 1.0, number: int = 0) ->
 
     ``busiest``: tokens of the rank's experts / the mean over ranks.
     """
-    qk_norm = has_layer_parameter(trainer.shape, "self_attention.q_layernorm.weight")
-    sizes = LocalSizes.of(trainer, qk_norm)
+    sizes = LocalSizes.of(trainer)
     is_moe = number in trainer.shape.moe_layers
     bytes_of = transformer_engine if trainer.transformer_engine else torch_modules
     layer = bytes_of(sizes, is_moe)
@@ -438,6 +431,7 @@ def activation_bytes(
         busiest: tokens on the busiest expert-parallel rank / the mean over ranks.
     """
     shape = trainer.shape
+    recompute = trainer.config.training.recompute
     # Key: whether a layer has experts, and whether it has a delta net.
     layers_by_kind: dict[tuple[bool, bool], list[int]] = {}
     for number in layers_of_stage(shape, trainer.layout, stage):
@@ -448,12 +442,12 @@ def activation_bytes(
     for (is_moe, _), numbers in layers_by_kind.items():
         layer = layer_bytes(trainer, busiest, numbers[0])
         chunk_layers = len(numbers) / trainer.layout.chunks
-        kept_bytes = layer.kept(trainer.recompute)
+        kept_bytes = layer.kept(recompute)
         layer_tensors += in_flight * chunk_layers * trainer.rank_tokens * kept_bytes
         whole_layer = max(whole_layer, layer.whole)
         working = max(working, _working(trainer, busiest, is_moe=is_moe))
     recomputed = 0
-    if trainer.recompute == "full":
+    if recompute == "full":
         recomputed = round(trainer.rank_tokens * whole_layer)
     is_last = stage == trainer.layout.pipeline - 1
     return ActivationBytes(
@@ -492,7 +486,7 @@ def _working(trainer: TrainerFacts, busiest: float, *, is_moe: bool) -> float:
 
     ``is_moe``: whether the layer has experts.
     """
-    sizes = LocalSizes.of(trainer, qk_norm=False)
+    sizes = LocalSizes.of(trainer)
     gathered_elements = 2 * sizes.hidden
     gradients = 2 * sizes.ffn
     if is_moe:

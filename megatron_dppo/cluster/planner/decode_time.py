@@ -11,26 +11,9 @@ from megatron_dppo.cluster.planner.facts import RunFacts
 from megatron_dppo.cluster.planner.server_memory import kv_bytes_per_token
 from megatron_dppo.model.mapping import ATTENTION_MODULES, hf_tensors
 from megatron_dppo.model.quantization import is_quantized
-from megatron_dppo.model.shape import ModelShape, active_parameters
-from megatron_dppo.model.shape import forward_flops as model_flops
+from megatron_dppo.model.shape import ModelShape, active_parameters, forward_flops
 from megatron_dppo.model.splits import Dims
 from megatron_dppo.spec import ServersSpec
-
-
-def linear_flops(shape: ModelShape) -> float:
-    """Return the FLOPs of one token's forward pass in matrix products: twice the weights that multiply the token."""
-    return model_flops(shape).linear
-
-
-def attention_flops(shape: ModelShape, length: float) -> float:
-    """Return attention's FLOPs in one token's forward pass, averaged over a causal sequence of ``length`` tokens."""
-    return model_flops(shape).quadratic * length
-
-
-def forward_flops(shape: ModelShape, length: float) -> float:
-    """Return the FLOPs of the forward pass of one token in a sequence of ``length`` tokens."""
-    return linear_flops(shape) + attention_flops(shape, length)
-
 
 _ITEM = 2
 """Bytes of a bf16 element."""
@@ -124,10 +107,8 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
         device.hbm * HBM_EFFICIENCY
     )
     read_seconds += expert_bytes / engine.layout.tensor / (device.hbm * EXPERT_EFFICIENCY)
-    # ``attention_flops`` is the mean over a causal sequence: the last token attends to twice as many tokens.
-    flops = (
-        tokens * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.layout.tensor
-    )
+    # The mean token of a causal sequence attends to half of it: the last token attends to twice as many tokens.
+    flops = tokens * forward_flops(shape).of_token(2 * context) / engine.layout.tensor
     math_seconds = flops / (device.flops * PREFILL_UTILISATION)
     seconds = max(read_seconds, math_seconds) + DECODE_OVERHEAD
     seconds += reduce_seconds(shape, engine, device, tokens)

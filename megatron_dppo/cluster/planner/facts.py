@@ -284,53 +284,49 @@ class TrainerFacts(TrainerSpec):
     """The facts of the trainer.
 
     Attributes:
+        config: the configuration.
         shape: the model.
-        dtype: dtype of weights and activations.
-        recompute: ``training.recompute``.
-        tokens: tokens of the longest micro-batch. A sequence longer than the token budget is alone in a micro-batch.
-        micro_batches: micro-batches of one replica in one optimiser step.
-        exchange: how context-parallel ranks exchange keys and values for attention, ``p2p`` or ``a2a``.
-        transformer_engine: whether the layers are Transformer Engine's; otherwise they are torch's.
         trained: the trained parameters; None if all are trained.
         adam: Adam's state.
-        reference: whether the trainer keeps the initial weights as a reference policy.
-        reference_adapters: whether the reference policy includes adapters.
-        gradient_bytes: bytes of an element of a gradient.
-        chunk_tokens: tokens whose logits exist at the same time.
-        logit_bytes: bytes of one logit.
-        fp8: whether the layers' linear weights are quantised for a step.
+        tokens: tokens of the longest micro-batch. A sequence longer than the token budget is alone in a micro-batch.
+        micro_batches: micro-batches of one replica in one optimiser step.
+        transformer_engine: whether the layers are Transformer Engine's; otherwise they are torch's.
     """
 
+    config: PolicyConfig
     shape: ModelShape
-    dtype: str
-    recompute: str
-    tokens: int
-    micro_batches: int
-    exchange: str
-    transformer_engine: bool
     trained: Trained | None
     adam: AdamFacts
-    reference: bool
-    reference_adapters: bool
-    gradient_bytes: int
-    chunk_tokens: int
-    logit_bytes: int
-    fp8: bool = False
+    tokens: int
+    micro_batches: int
+    transformer_engine: bool
 
     @property
     def item_bytes(self) -> int:
         """Bytes of a weight and of an activation."""
-        return ITEM_BYTES[self.dtype]
+        return ITEM_BYTES[self.config.model.dtype]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of a gradient."""
+        in_fp32 = self.config.megatron_ddp.get("grad_reduce_in_fp32", True)
+        return _FLOAT if in_fp32 else self.item_bytes
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes of one logit."""
+        dtype = self.config.head.dtype
+        return self.item_bytes if dtype == "model" else ITEM_BYTES[dtype]
+
+    @property
+    def exchange(self) -> str:
+        """How context-parallel ranks exchange keys and values for attention, ``p2p`` or ``a2a``."""
+        return self.config.megatron.get("cp_comm_type") or "p2p"
 
     @property
     def rank_tokens(self) -> int:
         """Tokens of the longest micro-batch on one context-parallel rank."""
         return self.tokens // self.layout.context
-
-    @property
-    def optimizer_bytes(self) -> float:
-        """Bytes of the optimizer state of one trained element on the device."""
-        return self.adam.device
 
     @property
     def trained_elements(self) -> int:
@@ -396,11 +392,6 @@ class RunFacts:
     engine: ServersSpec
     schedule: Schedule
     evaluated_problems: int
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The largest size of a batch of messages, or of a bucket of whole tensors."""
-        return self.config.weight_sync.bucket_bytes
 
     @property
     def not_counted(self) -> list[str]:
@@ -489,7 +480,7 @@ def facts_of(
     return RunFacts(
         config=config,
         spec=spec,
-        trainer=trainer_facts(config, shape, micro_batches, rollout.longest, gpu=gpu),
+        trainer=trainer_facts(config, spec.trainer, shape, micro_batches, rollout.longest, gpu=gpu),
         rollout=rollout,
         engine=spec.servers,
         schedule=schedule_of(config),
@@ -537,40 +528,31 @@ def _count_lines(path: Path) -> int:
 
 def trainer_facts(
     config: PolicyConfig,
+    spec: TrainerSpec,
     shape: ModelShape,
     micro_batches: int,
     longest_sequence: int,
     *,
-    gpu: bool = True,
+    gpu: bool,
 ) -> TrainerFacts:
     """Return the facts of the trainer.
 
     Args:
         config: The configuration of the policy.
+        spec: The trainer of this configuration.
         shape: The shape of the model.
         micro_batches: Micro-batches of one replica in one optimiser step.
         longest_sequence: Tokens of the longest sequence.
         gpu: Whether the layers are Transformer Engine's; otherwise they are torch's.
     """
-    spec = TrainerSpec.of(config, shape)
-    dtype = config.model.dtype
     tokens = max(config.training.micro_batch_tokens, longest_sequence)
-    fp32_gradients = config.megatron_ddp.get("grad_reduce_in_fp32", True)
     return TrainerFacts(
         **vars(spec),
+        config=config,
         shape=shape,
-        dtype=dtype,
-        recompute=config.training.recompute,
-        tokens=ceil_to(tokens, spec.token_multiple),
-        micro_batches=micro_batches,
-        exchange=str(config.megatron.get("cp_comm_type") or "p2p"),
-        transformer_engine=gpu,
         trained=Trained.of(config.lora, shape),
         adam=AdamFacts.of(config),
-        reference=config.keeps_reference,
-        reference_adapters=config.keeps_reference and config.lora.start_from is not None,
-        gradient_bytes=4 if fp32_gradients else ITEM_BYTES[dtype],
-        chunk_tokens=config.head.chunk_tokens,
-        logit_bytes=ITEM_BYTES[dtype if config.head.dtype == "model" else config.head.dtype],
-        fp8=gpu and config.megatron.get("fp8") is not None,
+        tokens=ceil_to(tokens, spec.token_multiple),
+        micro_batches=micro_batches,
+        transformer_engine=gpu,
     )

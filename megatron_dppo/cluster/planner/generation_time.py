@@ -8,13 +8,12 @@ from math import ceil
 from megatron_dppo.cluster.planner.decode_time import (
     PREFILL_UTILISATION,
     decode_seconds,
-    forward_flops,
-    linear_flops,
     network_seconds,
 )
 from megatron_dppo.cluster.planner.devices import Cluster
 from megatron_dppo.cluster.planner.facts import RunFacts
 from megatron_dppo.cluster.planner.server_memory import chunk_tokens, engine_bytes
+from megatron_dppo.model.shape import forward_flops
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def teacher_seconds(facts: RunFacts, cluster: Cluster) -> float:
             continue
         shape = teacher.model.shape
         server_tokens = rollout.tokens / len(teachers) / servers.started
-        math_seconds = server_tokens * forward_flops(shape, rollout.mean_length)
+        math_seconds = server_tokens * forward_flops(shape).of_token(rollout.mean_length)
         math_seconds /= servers.layout.tensor * cluster.device.flops * PREFILL_UTILISATION
         passes = ceil(server_tokens / chunk_tokens(servers, cluster.device))
         chunk = server_tokens / passes
@@ -134,7 +133,7 @@ def resumed_seconds(facts: RunFacts, cluster: Cluster, running: float) -> float:
     rollout = facts.rollout
     engine = facts.engine
     length = rollout.mean_prompt + rollout.mean_response / 2
-    flops = running * length * forward_flops(shape, length)
+    flops = running * length * forward_flops(shape).of_token(length)
     return flops / (engine.layout.tensor * cluster.device.flops * PREFILL_UTILISATION)
 
 
@@ -171,7 +170,7 @@ def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     prefills = rollout.prompts * min(engine.layout.attention_replicas, rollout.group_size)
     server_prompts = prefills / engine.started
     server_tokens = server_prompts * rollout.mean_prompt
-    math_seconds = server_tokens * linear_flops(shape)
+    math_seconds = server_tokens * forward_flops(shape).linear
     math_seconds /= engine.layout.tensor * cluster.device.flops * PREFILL_UTILISATION
     passes = ceil(server_tokens / chunk_tokens(engine, cluster.device))
     chunk = server_tokens / passes

@@ -18,7 +18,7 @@ and fp32; mu, fp32."""
 def logits_bytes(trainer: TrainerFacts) -> int:
     """Return the bytes of the logits of one chunk: tokens of the chunk x padded vocabulary / TP x bytes of a logit.
 
-    A chunk has ``trainer.chunk_tokens`` tokens, or all of the rank's tokens of a micro-batch if these are fewer.
+    A chunk has ``head.chunk_tokens`` tokens, or all of the rank's tokens of a micro-batch if these are fewer.
     ``vocab_parallel/head.py`` has one buffer for logits, and keeps it from the forward to the backward pass. The logits
     and gradients of all chunks are written to this buffer. The kernels hold rows in registers, so they need no second
     buffer. The matrix products of the backward pass copy fp32 logits to the model's dtype, unless the model is fp32.
@@ -28,7 +28,7 @@ def logits_bytes(trainer: TrainerFacts) -> int:
     bytes_per_logit = trainer.logit_bytes
     if trainer.logit_bytes > trainer.item_bytes:
         bytes_per_logit += trainer.item_bytes
-    chunk_tokens = min(trainer.rank_tokens, trainer.chunk_tokens)
+    chunk_tokens = min(trainer.rank_tokens, trainer.config.head.chunk_tokens)
     return chunk_tokens * columns * bytes_per_logit
 
 

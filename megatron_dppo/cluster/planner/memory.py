@@ -79,15 +79,15 @@ def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
     """
     activations = activation_bytes(facts.trainer, stage, facts.rollout.compared_topk)
     quantised = 0
-    if facts.trainer.fp8:
-        layout = facts.trainer.layout
-        quantised = _FP8_COPIES * linear_elements(facts.trainer.shape, layout, stage)
+    trainer = facts.trainer
+    if trainer.transformer_engine and trainer.config.megatron.get("fp8") is not None:
+        quantised = _FP8_COPIES * linear_elements(trainer.shape, trainer.layout, stage)
     buckets = 2 if facts.sends_shards else 3
     return RankBytes(
         stage=stage,
         state=state_bytes(facts.trainer, stage),
         activations=activations,
-        update_buckets=max(buckets * facts.bucket_bytes, 2 * _COLUMN_PIECE),
+        update_buckets=max(buckets * facts.config.weight_sync.bucket_bytes, 2 * _COLUMN_PIECE),
         communicators=trainer_communicator_bytes(facts.trainer.layout, sends=facts.sends_shards),
         context=devices.CONTEXT,
         fragmentation=round(activations.total * devices.FRAGMENTATION),

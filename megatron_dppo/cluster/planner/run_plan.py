@@ -168,7 +168,9 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     ranks = tuple(memory.rank_bytes(facts, stage) for stage in range(facts.trainer.layout.pipeline))
     columns = batch_memory.column_bytes(facts.trainer.shape, facts.rollout)
     transfers = traffic(facts, cluster, storage)
-    engine, too_large = _engine_memory(facts, cluster)
+    engine, too_large = _server_memory(
+        facts.trainer.shape, facts.engine, facts.rollout, cluster, receives=facts.sends_in_group
+    )
     teachers: dict[str, server_memory.EngineBytes] = {}
     for teacher in facts.spec.teachers:
         memory_of_gpu, faults = _server_memory(
@@ -221,15 +223,6 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
         seconds=seconds,
         misplaced=tuple(misplaced),
         too_large=tuple(too_large),
-    )
-
-
-def _engine_memory(
-    facts: RunFacts, cluster: Cluster
-) -> tuple[server_memory.EngineBytes | None, list[str]]:
-    """Return the memory of a GPU of the policy's servers, and its faults."""
-    return _server_memory(
-        facts.trainer.shape, facts.engine, facts.rollout, cluster, receives=facts.sends_in_group
     )
 
 

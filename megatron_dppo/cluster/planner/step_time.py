@@ -17,9 +17,6 @@ from megatron_dppo.cluster.planner.decode_time import (
     PREFILL_UTILISATION,
     REDUCE_LATENCY,
     SEQUENCE_OVERHEAD,
-    attention_flops,
-    forward_flops,
-    linear_flops,
 )
 from megatron_dppo.cluster.planner.devices import GB, LINK_EFFICIENCY, Cluster
 from megatron_dppo.cluster.planner.facts import (
@@ -37,7 +34,7 @@ from megatron_dppo.cluster.planner.generation_time import (
 from megatron_dppo.cluster.planner.traffic import Traffic
 from megatron_dppo.cluster.planner.trainer_state import state_bytes
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shape import ModelShape, forward_flops
 
 DENSE_UTILISATION = 0.5
 """Share of a GPU's peak that the forward and backward passes of dense layers reach, without collectives. Set from
@@ -71,9 +68,9 @@ _ATTENTION_PASSES = {"none": 3.5, "selective": 4.5, "full": 4.5}
 
 def training_flops(shape: ModelShape, length: float, recompute: str) -> float:
     """Return the FLOPs of one token's forward and backward pass under ``training.recompute`` = ``recompute``."""
-    linear = linear_flops(shape)
-    attention = attention_flops(shape, length)
-    return _LINEAR_PASSES[recompute] * linear + _ATTENTION_PASSES[recompute] * attention
+    flops = forward_flops(shape)
+    attention = _ATTENTION_PASSES[recompute] * flops.quadratic * length
+    return _LINEAR_PASSES[recompute] * flops.linear + attention
 
 
 @dataclass(frozen=True)
@@ -233,15 +230,17 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
     two checkpoints, and the seconds of an evaluation by the steps between two evaluations.
     """
     trainer, rollout, device = facts.trainer, facts.rollout, cluster.device
-    rate = trainer.layout.world_size * device.flops * _utilisation(trainer)
+    utilisation = MOE_UTILISATION if trainer.shape.is_moe else DENSE_UTILISATION
+    rate = trainer.layout.world_size * device.flops * utilisation
     slowdown = UNBALANCED * (1 + bubble(trainer.layout, trainer.micro_batches))
     mean_layers = trainer.shape.num_layers / trainer.layout.pipeline
     slowdown *= _stage_layers(trainer) / mean_layers
     length, tokens = rollout.mean_length, rollout.tokens
     head = head_flops(trainer, rollout)
     training_pass = tokens * (_training_flops(trainer, length) + head.training) / rate * slowdown
-    forward_pass = tokens * (forward_flops(trainer.shape, length) + head.forward) / rate * slowdown
-    forward_passes = int(facts.spec.algorithm.extra_pass) + int(trainer.reference)
+    forward = forward_flops(trainer.shape).of_token(length) + head.forward
+    forward_pass = tokens * forward / rate * slowdown
+    forward_passes = int(facts.spec.algorithm.extra_pass) + int(trainer.config.keeps_reference)
     generation = generation_seconds(facts, cluster)
     update = evaluation = 0.0
     if facts.engine.started:
@@ -293,7 +292,7 @@ def host_adam_seconds(facts: RunFacts, cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class HeadFlops:
-    """A correction of a token's FLOPs: ``linear_flops`` counts an output layer that computes all tokens.
+    """A correction of a token's FLOPs: ``forward_flops`` counts an output layer that computes all tokens.
 
     The correction is the real FLOPs minus the counted FLOPs. It is negative if the output layer skips the prompts.
 
@@ -318,7 +317,9 @@ def head_flops(trainer: TrainerFacts, rollout: RolloutFacts) -> HeadFlops:
     response_share = rollout.mean_response / rollout.mean_length
     products = 3 if trainer.trained is None else 2
     response_tokens = max(response_share * trainer.tokens, 1.0)
-    recomputed_share = response_share * max(0.0, 1 - trainer.chunk_tokens / response_tokens)
+    recomputed_share = response_share * max(
+        0.0, 1 - trainer.config.head.chunk_tokens / response_tokens
+    )
     # The real products are products * response_share + recomputed_share. ``products`` are counted, and subtracted.
     training_products = products * (response_share - 1) + recomputed_share
     return HeadFlops(
@@ -331,10 +332,10 @@ def _training_flops(trainer: TrainerFacts, length: float) -> float:
 
     Frozen linear layers need no product for the gradients of their weights; the FLOPs of adapters are not counted.
     """
-    full_flops = training_flops(trainer.shape, length, trainer.recompute)
+    full_flops = training_flops(trainer.shape, length, trainer.config.training.recompute)
     if trainer.trained is None:
         return full_flops
-    return full_flops - linear_flops(trainer.shape)
+    return full_flops - forward_flops(trainer.shape).linear
 
 
 def _stage_layers(trainer: TrainerFacts) -> float:
@@ -345,12 +346,6 @@ def _stage_layers(trainer: TrainerFacts) -> float:
     num_layers = trainer.shape.num_layers
     layout = trainer.layout
     return max(layout.most_stage_layers(num_layers), num_layers / layout.pipeline)
-
-
-def _utilisation(trainer: TrainerFacts) -> float:
-    if trainer.shape.is_moe:
-        return MOE_UTILISATION
-    return DENSE_UTILISATION
 
 
 def bubble(layout: Layout, micro_batches: int) -> float:
@@ -376,9 +371,9 @@ def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
     A group that spans nodes communicates at the network's rate, and any other group at NVLink's rate.
     """
     trainer = facts.trainer
-    layout = facts.trainer.layout
-    shape = facts.trainer.shape
-    passes = 3 if trainer.recompute == "full" else 2
+    layout = trainer.layout
+    shape = trainer.shape
+    passes = 3 if trainer.config.training.recompute == "full" else 2
     rank_tokens = facts.rollout.tokens / (layout.data * layout.context)
     layers = _stage_layers(trainer)
     hidden_bytes = rank_tokens * shape.hidden_size * trainer.item_bytes * layers * passes
@@ -402,7 +397,7 @@ def context_bytes(trainer: TrainerFacts) -> float:
     sizes = trainer.shape.sizes()
     query_bytes = sizes["query"] / trainer.layout.tensor * trainer.item_bytes
     kv_bytes = sizes["kv"] / trainer.layout.tensor * trainer.item_bytes
-    forward_passes = 2 if trainer.recompute == "full" else 1
+    forward_passes = 2 if trainer.config.training.recompute == "full" else 1
     if trainer.exchange == "a2a":
         passes = forward_passes + 1
         return passes * (2 * query_bytes + 2 * kv_bytes) * (ranks - 1) / ranks

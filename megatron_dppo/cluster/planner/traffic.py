@@ -75,24 +75,23 @@ def traffic(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Traf
     """
     device = cluster.device
     state_bytes = checkpoint_bytes(facts)
+    update_bytes = received_bytes = sent_bytes(facts)
     if facts.spec.model.sends_adapters:
-        update_bytes = received_bytes = sent_bytes(facts)
         messages = 1
         seconds = 2 * update_bytes / storage
     elif facts.sends_in_group:
-        update_bytes = sent_bytes(facts)
         received_bytes = _kept_bytes(facts)
-        messages = math.ceil(received_bytes / facts.bucket_bytes)
+        messages = math.ceil(received_bytes / facts.config.weight_sync.bucket_bytes)
         seconds = _transfer_seconds(facts, cluster, messages, received_bytes / messages)
     elif facts.sends_shards:
-        update_bytes = sent_bytes(facts)
         received_bytes = _kept_bytes(facts)
-        messages = math.ceil(received_bytes * facts.engine.layout.tensor / facts.bucket_bytes)
+        messages = math.ceil(
+            received_bytes * facts.engine.layout.tensor / facts.config.weight_sync.bucket_bytes
+        )
         travel = received_bytes / (device.network * MESSAGE_EFFICIENCY)
         seconds = travel + messages * REQUEST_LATENCY
     else:
-        update_bytes = received_bytes = sent_bytes(facts)
-        messages = math.ceil(received_bytes / facts.bucket_bytes)
+        messages = math.ceil(received_bytes / facts.config.weight_sync.bucket_bytes)
         travel = received_bytes / (device.network * BUCKET_EFFICIENCY)
         seconds = travel + messages * REQUEST_LATENCY
         if facts.config.weight_sync.directory is not None:

@@ -80,18 +80,15 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
             shard_sizes.append(size)
         padded_sizes.append(size)
     buffer_elements = sum(padded_sizes)
-    if trainer.reference_adapters:
-        reference_elements = parameters.elements
-    elif trainer.reference:
-        reference_elements = base_elements
-    else:
-        reference_elements = 0
-
+    reference_elements = 0
+    if trainer.config.keeps_reference:
+        starts_with_adapters = trainer.config.lora.start_from is not None
+        reference_elements = parameters.elements if starts_with_adapters else base_elements
     return StateBytes(
         weights=(frozen_elements + buffer_elements) * trainer.item_bytes,
         reference=reference_elements * trainer.item_bytes,
         gradients=buffer_elements * trainer.gradient_bytes,
-        optimizer=round(sum(shard_sizes) * trainer.optimizer_bytes),
+        optimizer=round(sum(shard_sizes) * trainer.adam.device),
         offloaded=round(sum(shard_sizes) * trainer.adam.host),
         offloaded_elements=round(sum(shard_sizes) * trainer.adam.offloaded),
     )

@@ -26,9 +26,7 @@ from megatron_dppo.cluster.planner.communicators import (
 )
 from megatron_dppo.cluster.planner.decode_time import (
     TouchedParameters,
-    attention_flops,
     decode_seconds,
-    linear_flops,
     network_seconds,
     quantized_parameters,
     touched_parameters,
@@ -74,7 +72,7 @@ from megatron_dppo.model.mapping import (
     parameter_count,
 )
 from megatron_dppo.model.quantization import holds_quantized, scale_parameter
-from megatron_dppo.model.shape import active_parameters
+from megatron_dppo.model.shape import active_parameters, forward_flops
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES, MODELS = ROOT / "examples" / "recipes", ROOT / "examples" / "model_configs"
@@ -186,16 +184,22 @@ def test_activations_by_hand():
     activations = activation_bytes(trainer, 0, busiest=1.0)
     assert activations.layers == 48 * 17408 * 1024
     assert activations.recomputed == round(17408 * layer_bytes(trainer).whole)
-    none = replace(trainer, recompute="none", layout=Layout(tensor=4, pipeline=2, expert=8, data=4))
+    name = "qwen3_30b_a3b_base"
+    layout = Layout(tensor=4, pipeline=2, expert=8, data=4)
+    none = replace(facts(name, "training.recompute=none").trainer, layout=layout)
     first, last = (activation_bytes(none, stage, busiest=1.0) for stage in (0, 1))
     assert first.layers == 2 * last.layers == 2 * 24 * round(17408 * layer_bytes(none).whole)
     assert first.head == first.recomputed == 0
     assert last.logits == logits_bytes(none) == 4096 * 151936 // 4 * 2
-    whole = replace(none, chunk_tokens=20_000)
+    whole = facts(name, "head.chunk_tokens=20000").trainer
     assert logits_bytes(whole) == 17408 * 151936 // 4 * 2
-    assert logits_bytes(replace(none, logit_bytes=4)) == 4096 * 151936 // 4 * (4 + 2)
+    in_float32 = facts(name, "head.dtype=float32").trainer
+    assert logits_bytes(in_float32) == 4096 * 151936 // 4 * (4 + 2)
     assert last.head > 17408 * 2048 * 2 > first.head == first.logits == 0
     assert last.total - last.saved == last.working + last.logits
+
+
+ALL_TO_ALL = ("megatron.cp_comm_type=a2a",)
 
 
 def test_context_parallel_ranks_by_hand():
@@ -209,7 +213,8 @@ def test_context_parallel_ranks_by_hand():
     # A ring works with keys and values of both ranks twice, and 1.5 outputs. An all-to-all has all tensors twice.
     ring = 8704 * (2 * 128 * 2 + 1024 * 1.5) * 2
     assert shared.working == whole.working / 2 + ring
-    exchanged = activation_bytes(replace(trainer, exchange="a2a"), 0, busiest=1.0)
+    by_heads = facts("qwen3_30b_a3b_base", "parallel.context=2", *ALL_TO_ALL).trainer
+    exchanged = activation_bytes(by_heads, 0, busiest=1.0)
     assert exchanged.working == whole.working / 2 + 8704 * 2 * (1024 + 2 * 128) * 2
     # Ranks with equal weights share Adam's state as without context parallelism. Each rank has the loss of all tokens.
     assert state_bytes(trainer, 0) == state_bytes(one, 0)
@@ -232,8 +237,9 @@ def test_a_ring_s_traffic_grows_with_its_ranks():
         for size in (1, 2, 4)
     }
     assert sent == {1: 0, 2: 4 * 2 * 128 * 2, 4: 3 * 4 * 2 * 128 * 2}
-    exchanged = facts("qwen3_30b_a3b_base", "parallel.context=2", "training.recompute=none").trainer
-    assert context_bytes(replace(exchanged, exchange="a2a")) == 2 * 2 * (1024 + 128) * 2 / 2
+    words = ("parallel.context=2", "training.recompute=none", *ALL_TO_ALL)
+    exchanged = facts("qwen3_30b_a3b_base", *words).trainer
+    assert context_bytes(exchanged) == 2 * 2 * (1024 + 128) * 2 / 2
 
 
 def test_batches_by_hand():
@@ -268,10 +274,11 @@ def test_flops_by_hand():
     """A token uses 3.04 B weights without the embedding, and 0.39 MFLOP x S of attention."""
     layer = 2048 * (2 * 4096 + 2 * 512) + 8 * 3 * 2048 * 768 + 2048 * 128
     assert active_parameters(MOE) == 48 * layer + 2048 * 151936
-    assert linear_flops(MOE) / 1e9 == pytest.approx(6.083, abs=0.001)
-    assert attention_flops(MOE, 1) == 2 * 4096 * 48
-    assert training_flops(MOE, 0, "full") == 4 * linear_flops(MOE)
-    assert training_flops(MOE, 0, "none") == 3 * linear_flops(MOE)
+    flops = forward_flops(MOE)
+    assert flops.linear / 1e9 == pytest.approx(6.083, abs=0.001)
+    assert flops.quadratic == 2 * 4096 * 48
+    assert training_flops(MOE, 0, "full") == 4 * flops.linear
+    assert training_flops(MOE, 0, "none") == 3 * flops.linear
 
 
 @pytest.mark.parametrize("layout", [EngineLayout(2), EngineLayout(8, 8), EngineLayout(8, 2),
@@ -310,7 +317,7 @@ def test_fp8_rollouts_in_the_plan():
         mean_response=8192,
         mean_prompt=256,
     )
-    assert fp8.trainer == plain.trainer
+    assert replace(fp8.trainer, config=plain.config) == plain.trainer
     before, after = (engine_bytes(MOE, f.engine, f.rollout, DEVICES["h100"]) for f in (plain, fp8))
     assert after.kv_pool - before.kv_pool == before.weights - after.weights > 14e9
     assert after.kv_tokens > before.kv_tokens
@@ -452,7 +459,7 @@ AWARE = [
 )  # fmt: skip
 def test_forwarded_options_change_a_parameters_bytes(overrides, gradient, optimizer):
     trainer = facts("qwen3_30b_a3b_base", *overrides).trainer
-    assert (trainer.gradient_bytes, trainer.optimizer_bytes) == (gradient, optimizer)
+    assert (trainer.gradient_bytes, trainer.adam.device) == (gradient, optimizer)
     weights = state_bytes(trainer, 0).weights
     assert state_bytes(trainer, 0).gradients == weights // trainer.item_bytes * gradient
 
@@ -928,16 +935,23 @@ def test_prompts_of_a_server_over_nodes():
 
 def test_head_flops_by_hand():
     """3 of 4 tokens are of responses: 60,000 of 80,000 in a micro-batch, 56,000 of them outside the last chunk."""
-    run = facts(mean_response=768, mean_prompt=256)
-    trainer = replace(run.trainer, tokens=80_000, chunk_tokens=4_000)
+
+    def run_with(chunk_tokens):
+        words = (f"head.chunk_tokens={chunk_tokens}",)
+        run = facts("qwen3_30b_a3b_base", *words, mean_response=768, mean_prompt=256)
+        return replace(run, trainer=replace(run.trainer, tokens=80_000))
+
+    run = run_with(4_000)
+    trainer = run.trainer
     product = 2 * 2048 * 151936
     flops = head_flops(trainer, run.rollout)
     assert flops.forward == pytest.approx(-product / 4)
     assert flops.training == pytest.approx(product * (-3 / 4 + 3 / 4 * 56 / 60))
-    once = head_flops(replace(trainer, chunk_tokens=60_000), run.rollout)
+    trainer = run_with(60_000).trainer
+    once = head_flops(trainer, run.rollout)
     assert once.training == pytest.approx(-product * 3 / 4)
     adapters: Any = object()
-    frozen = head_flops(replace(trainer, trained=adapters, chunk_tokens=60_000), run.rollout)
+    frozen = head_flops(replace(trainer, trained=adapters), run.rollout)
     assert frozen.training == pytest.approx(-product * 2 / 4)
 
 

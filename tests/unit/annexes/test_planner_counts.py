@@ -25,7 +25,7 @@ from megatron_dppo.model.families import FAMILIES, load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import engine_parameters, local_parameters
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.spec import ServersSpec
+from megatron_dppo.spec import ServersSpec, TrainerSpec
 from tests.distributed.test_trainer_parity import run_config
 from tests.planted_families import mixed_family, planted
 from tests.tiny_models import save_tiny_model
@@ -101,7 +101,9 @@ def test_the_adapters_of_each_rank_are_counted(folder: Path, layout: Layout) -> 
 def test_a_delta_net_with_adapters_keeps_more_than_without() -> None:
     def kept_bytes(lora: dict[str, int]) -> float:
         config = run_config(str(NEXT), {}, {"lora": lora})
-        trainer = trainer_facts(config, load_model_shape(NEXT), 1, 256, gpu=False)
+        shape = load_model_shape(NEXT)
+        spec = TrainerSpec.of(config, shape)
+        trainer = trainer_facts(config, spec, shape, 1, 256, gpu=False)
         return layer_bytes(trainer, number=0).projections
 
     assert kept_bytes({"rank": 8}) > kept_bytes({})

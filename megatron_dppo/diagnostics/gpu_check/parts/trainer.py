@@ -37,6 +37,7 @@ from megatron_dppo.diagnostics.gpu_check import (
 )
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import BACKWARD_PRODUCTS, forward_flops
+from megatron_dppo.spec import TrainerSpec
 from megatron_dppo.system.ports import free_port
 
 if TYPE_CHECKING:
@@ -213,7 +214,8 @@ def full_layer(bench: Bench) -> Iterator[CheckRow]:
     checkpoint = random_model(bench.folder / "checkpoint", config)
     policy = policy_config(checkpoint, "bfloat16", training={"micro_batch_tokens": sum(lengths)})
     shape = policy.model.read_shape()
-    facts = trainer_facts(policy, shape, 1, max(lengths), gpu=bench.gpus > 0)
+    spec = TrainerSpec.of(policy, shape)
+    facts = trainer_facts(policy, spec, shape, 1, max(lengths), gpu=bench.gpus > 0)
     # The planner knows Transformer Engine's layers on GPUs and torch's layers on CPUs.
     is_planned = bench.gpus == 0 or platform.has_transformer_engine()
     if not is_planned:
