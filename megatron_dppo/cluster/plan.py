@@ -64,7 +64,7 @@ from megatron_dppo.system.errors import RunError
 def print_plan(console: Console, plan: RunPlan) -> None:
     """Print all parts of the plan, and then the verdict."""
     for text in _head(plan):
-        console.print(text, highlight=False)
+        console.print(text)
     for table in (
         _roles(plan),
         _ranks(plan),
@@ -78,7 +78,7 @@ def print_plan(console: Console, plan: RunPlan) -> None:
             console.print(table)
     for line in (_rates(plan), _shared(plan), _evaluation(plan)):
         if line is not None:
-            console.print(line, highlight=False)
+            console.print(line)
     _print_assumptions(console, plan)
     print_verdict(console, plan)
 
@@ -103,12 +103,12 @@ def verdict_of(plan: RunPlan) -> str:
 def print_verdict(console: Console, plan: RunPlan) -> None:
     """Print that the plan fits, with its limits, or print all of its faults."""
     if plan.fits:
-        console.print(verdict_of(plan), highlight=False, soft_wrap=True)
-        console.print(f"Limits: {plan.memory_limit}; {plan.time_limit}.", highlight=False)
+        console.print(verdict_of(plan), soft_wrap=True)
+        console.print(f"Limits: {plan.memory_limit}; {plan.time_limit}.")
         return
-    console.print("It can't work:", highlight=False)
+    console.print("It can't work:")
     for fault in plan.faults:
-        console.print(f"  {fault}", highlight=False, soft_wrap=True)
+        console.print(f"  {fault}", soft_wrap=True)
 
 
 def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
@@ -134,12 +134,12 @@ def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
             gib(plan.fullest.total),
             plan.facts.trainer.layout.describe(),
             f"{engine.started} x TP{engine.layout.tensor}",
-            plan.facts.config.training.recompute,
+            plan.facts.trainer.recompute,
         )
     console.print(table)
     for number, proposal in enumerate(proposals, start=1):
         changes = " ".join(proposal.changes) or "the recipe as it is"
-        console.print(f"  {number}: {changes}", highlight=False, soft_wrap=True)
+        console.print(f"  {number}: {changes}", soft_wrap=True)
 
 
 def _head(plan: RunPlan) -> Iterable[str]:
@@ -151,7 +151,7 @@ def _head(plan: RunPlan) -> Iterable[str]:
     yield (
         f"{trainer.shape.family}, {parameter_count(trainer.shape) / 1e9:.2f} B parameters, on {cluster.nodes} x "
         f"{cluster.gpus_per_node} {cluster.device.name}; trainer {trainer.layout.describe()}, recompute "
-        f"{facts.config.training.recompute}, {'distributed' if trainer.distributed_optimizer else 'plain'} optimizer"
+        f"{trainer.recompute}, {'distributed' if trainer.distributed_optimizer else 'plain'} optimizer"
     )
     yield (
         f"A step: {rollout.responses:,} responses, {rollout.tokens / 1e6:.1f} M tokens at {rollout.mean_prompt:.0f} + "
@@ -336,10 +336,10 @@ def _print_assumptions(console: Console, plan: RunPlan) -> None:
     if plan.facts.trainer.adam.offloaded:
         assumptions["GB/s of a node's host memory"] = step_time.HOST_RATE / GB
     text = "; ".join(f"{name} {value:g}" for name, value in assumptions.items())
-    console.print(f"Assumed: {text}. Formulas and sources: docs/planner.md.", highlight=False)
+    console.print(f"Assumed: {text}. Formulas and sources: docs/planner.md.")
     uncounted_settings = sorted(plan.facts.not_counted)
     if uncounted_settings:
-        console.print(f"Not counted: {', '.join(uncounted_settings)}.", highlight=False)
+        console.print(f"Not counted: {', '.join(uncounted_settings)}.")
 
 
 _COLOURS = {
@@ -575,7 +575,7 @@ def _none_fits(cluster: Cluster, gpu: str, larger: Cluster | None) -> str:
 
 
 def _console() -> Console:
-    console = Console()
+    console = Console(highlight=False)
     console.width = max(console.width, WIDTH)
     return console
 
@@ -584,7 +584,7 @@ def _print(steps: int, plan: RunPlan | None, faults: list[str], recipe: str) -> 
     """Print the plan and its verdict, or the faults of a layout that has no plan."""
     console = _console()
     if plan is None:
-        console.print(str(ConfigError(faults, recipe)), highlight=False, soft_wrap=True)
+        console.print(str(ConfigError(faults, recipe)), soft_wrap=True)
         return
     print_plan(console, plan)
     if plan.fits and plan.seconds is not None:
@@ -596,7 +596,7 @@ def _print(steps: int, plan: RunPlan | None, faults: list[str], recipe: str) -> 
             f"{idle_text}{plan.gpu_hours:,.1f} GPU-hours a step. The run's {steps:,} steps: "
             f"{plan.gpu_hours * steps:,.0f} GPU-hours, idle GPUs and evaluation included."
         )
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text, soft_wrap=True)
 
 
 def _print_search(proposals: Sequence[Proposal], text: str, *, is_ranked: bool) -> None:

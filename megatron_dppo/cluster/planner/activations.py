@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_dppo.cluster.planner.facts import TrainerFacts
-from megatron_dppo.cluster.planner.head_memory import head_bytes, logits_bytes
 from megatron_dppo.model.adapters import AdaptedLinear, Adapters, adapted_linears
 from megatron_dppo.model.families import has_layer_parameter
 from megatron_dppo.model.layout import Layout, layers_of_stage
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import padded_vocab_size
 
 _FLOAT = 4
 """Bytes of an fp32 element."""
@@ -143,26 +143,27 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
       (``moe_act``, ``layernorm``). In a dense model, it drops the log-sum-exp (``core_attn``). A dense layer of an MoE
       model is counted like a layer of a dense model.
     """
-    norm = (2 * s.hidden * s.item_bytes + _FLOAT) * s.hidden_share
-    attention_inputs = (s.query + 2 * s.kv) * s.item_bytes
+    h, b = s.hidden, s.item_bytes
+    norm = (2 * h * b + _FLOAT) * s.hidden_share
+    attention_inputs = (s.query + 2 * s.kv) * b
     log_sum_exp = _FLOAT * s.heads
     qk_norm = 0.0
     if s.qk_norm:
         norms_per_token = 1 if s.shape.norms_all_heads else s.heads
-        qk_norm = (s.query + s.kv) * s.item_bytes + 2 * _FLOAT * norms_per_token
-    output = s.query * s.item_bytes
+        qk_norm = (s.query + s.kv) * b + 2 * _FLOAT * norms_per_token
+    output = s.query * b
     if is_moe:
-        pair_bytes = (s.hidden + 3 * s.expert_ffn) * s.item_bytes + _FLOAT
-        mlp = s.assignments * pair_bytes + 3 * s.shared_ffn * s.item_bytes + _gate(s)
+        pair_bytes = (h + 3 * s.expert_ffn) * b + _FLOAT
+        mlp = s.assignments * pair_bytes + 3 * s.shared_ffn * b + _gate(s)
         router = _router(s) + _INT32 * (2 * s.shape.num_experts + 1) * s.hidden_share
-        norm_output = s.hidden * s.item_bytes * s.hidden_share
-        dropped = s.assignments * s.expert_ffn * s.item_bytes + norm_output
+        norm_output = h * b * s.hidden_share
+        dropped = s.assignments * s.expert_ffn * b + norm_output
     else:
-        mlp = 3 * s.ffn * s.item_bytes
+        mlp = 3 * s.ffn * b
         router = 0.0
         dropped = log_sum_exp
     return LayerBytes(
-        input=s.hidden * s.hidden_share * s.item_bytes,
+        input=h * s.hidden_share * b,
         norms=2 * norm,
         projections=qk_norm + output,
         core=attention_inputs + log_sum_exp,
@@ -186,10 +187,11 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
       they also multiply by routing weights. Experts also keep their permuted input, h, and for each (token, expert)
       pair the routing probability, fp32, and the token's index, int64.
     """
-    norm = (s.hidden * (2 * _FLOAT + s.item_bytes) + _FLOAT) * s.hidden_share
+    h, b = s.hidden, s.item_bytes
+    norm = (h * (2 * _FLOAT + b) + _FLOAT) * s.hidden_share
     qk_size = s.query + s.kv
-    qk_bytes = qk_size * s.item_bytes
-    fused_projection_bytes = (s.query + 2 * s.kv) * s.item_bytes
+    qk_bytes = qk_size * b
+    fused_projection_bytes = (s.query + 2 * s.kv) * b
     qk_norm = 0.0
     if s.shape.norms_all_heads:
         # The norms' inputs are views, and a view keeps the whole fused projection. Each of the two norms also keeps its
@@ -200,23 +202,23 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
         qk_heads = qk_size / s.shape.head_dim
         qk_norm = qk_size * 2 * _FLOAT + qk_heads * _FLOAT
         # In fp32, the norms of queries and keys also keep their inputs: parts of the fused projection.
-        if s.item_bytes == _FLOAT:
+        if b == _FLOAT:
             qk_norm += qk_bytes
-    rotary = 4 * s.shape.head_dim * s.item_bytes
+    rotary = 4 * s.shape.head_dim * b
     # The output is as large as the queries, and the values are as large as the keys.
     padded_bytes = 2 * qk_bytes
     core = padded_bytes + _FLOAT * s.heads + 2 * _INDEX
     if is_moe:
-        pair_bytes = (s.hidden + 6 * s.expert_ffn) * s.item_bytes + _FLOAT + _INDEX
-        mlp = s.assignments * pair_bytes + 5 * s.shared_ffn * s.item_bytes + _gate(s)
+        pair_bytes = (h + 6 * s.expert_ffn) * b + _FLOAT + _INDEX
+        mlp = s.assignments * pair_bytes + 5 * s.shared_ffn * b + _gate(s)
         router = _router(s)
     else:
-        mlp = 5 * s.ffn * s.item_bytes
+        mlp = 5 * s.ffn * b
         router = 0.0
     return LayerBytes(
-        input=s.hidden * s.hidden_share * s.item_bytes,
+        input=h * s.hidden_share * b,
         norms=2 * norm,
-        projections=qk_norm + rotary + s.query * s.item_bytes,
+        projections=qk_norm + rotary + s.query * b,
         core=core,
         mlp=mlp,
         router=router,
@@ -359,6 +361,69 @@ def _has_norm(linear: AdaptedLinear) -> bool:
     return is_column_parallel and not shares_norm
 
 
+_STATISTICS = 8 + 8 + 8 + 8 + 6 * 4
+"""Bytes of statistics per token: log-sum-exp, fp64; the token's position, the target's id and the target's column,
+int64; and six fp32 values (log pi, mu, advantage, loss, mask, gradient)."""
+
+
+_TOPK = 8 + 8 + 4 + 4 + 8 + 4 + 4
+"""Bytes per token and Top-K id: id and column, int64; the rank's own logit and the reduced logit, fp32; log pi, fp64
+and fp32; mu, fp32."""
+
+
+def logits_bytes(trainer: TrainerFacts) -> int:
+    """Return the bytes of the logits of one chunk: tokens of the chunk x padded vocabulary / TP x bytes of a logit.
+
+    A chunk has ``head.chunk_tokens`` tokens, or all of the rank's tokens of a micro-batch if these are fewer.
+    ``vocab_parallel/head.py`` has one buffer for logits, and keeps it from the forward to the backward pass. The logits
+    and gradients of all chunks are written to this buffer. The kernels hold rows in registers, so they need no second
+    buffer. The matrix products of the backward pass copy fp32 logits to the model's dtype, unless the model is fp32.
+    """
+    tensor = trainer.layout.tensor
+    columns = padded_vocab_size(trainer.shape.vocab_size, tensor) // tensor
+    bytes_per_logit = trainer.logit_bytes
+    if trainer.logit_bytes > trainer.item_bytes:
+        bytes_per_logit += trainer.item_bytes
+    chunk_tokens = min(trainer.rank_tokens, trainer.config.head.chunk_tokens)
+    return chunk_tokens * columns * bytes_per_logit
+
+
+def statistics_bytes(trainer: TrainerFacts, topk: int) -> int:
+    """Return the bytes of the statistics of a micro-batch; ``topk``: K of TopK(mu), 0 for none.
+
+    Tensor-parallel ranks also reduce a packed row for each token: 3 fp32 values for each rank
+    (``vocab_parallel/wire.py``). A context-parallel rank computes the statistics of its own tokens. It then gathers the
+    statistics of all tokens, because each rank needs the loss of all tokens. With Top-K, the target counts as one more
+    id.
+    """
+    bytes_per_token = _STATISTICS
+    if trainer.layout.tensor > 1:
+        bytes_per_token += 3 * 4 * trainer.layout.tensor
+    if topk:
+        bytes_per_token += _TOPK * (topk + 1)
+    return trainer.tokens * bytes_per_token
+
+
+def head_bytes(trainer: TrainerFacts, topk: int) -> int:
+    """Return the bytes that the last stage keeps between the last layer and its backward pass, without the logits.
+
+    Only one micro-batch counts. The final norm keeps the same tensors as a layer's norm. With
+    sequence parallelism, the norm's output is gathered: tokens x hidden.
+    """
+    hidden = trainer.shape.hidden_size
+    # Transformer Engine keeps input and output. torch keeps two fp32 tensors and the output. Both also keep an fp32
+    # scale for each row.
+    bytes_per_element = 8 + trainer.item_bytes
+    if trainer.transformer_engine:
+        bytes_per_element = 2 * trainer.item_bytes
+    norm: float = trainer.rank_tokens * (hidden * bytes_per_element + 4)
+    gathered = 0
+    if trainer.sequence_parallel:
+        norm /= trainer.layout.tensor
+        gathered = trainer.rank_tokens * hidden * trainer.item_bytes
+    return round(norm) + gathered + statistics_bytes(trainer, topk)
+
+
 BUSIEST_RANK = 1.25
 """Tokens on the busiest expert-parallel rank / the mean over ranks. Assumption: no loss balances the routing."""
 
@@ -431,7 +496,6 @@ def activation_bytes(
         busiest: tokens on the busiest expert-parallel rank / the mean over ranks.
     """
     shape = trainer.shape
-    recompute = trainer.config.training.recompute
     # Key: whether a layer has experts, and whether it has a delta net.
     layers_by_kind: dict[tuple[bool, bool], list[int]] = {}
     for number in layers_of_stage(shape, trainer.layout, stage):
@@ -442,12 +506,12 @@ def activation_bytes(
     for (is_moe, _), numbers in layers_by_kind.items():
         layer = layer_bytes(trainer, busiest, numbers[0])
         chunk_layers = len(numbers) / trainer.layout.chunks
-        kept_bytes = layer.kept(recompute)
+        kept_bytes = layer.kept(trainer.recompute)
         layer_tensors += in_flight * chunk_layers * trainer.rank_tokens * kept_bytes
         whole_layer = max(whole_layer, layer.whole)
         working = max(working, _working(trainer, busiest, is_moe=is_moe))
     recomputed = 0
-    if recompute == "full":
+    if trainer.recompute == "full":
         recomputed = round(trainer.rank_tokens * whole_layer)
     is_last = stage == trainer.layout.pipeline - 1
     return ActivationBytes(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_dppo.cluster.planner import memory, server_memory, trainer_state
 from megatron_dppo.cluster.planner.communicators import engine_communicator_bytes
 from megatron_dppo.cluster.planner.devices import CONTEXT, GIB, Device, gib
 from megatron_dppo.cluster.planner.facts import RunFacts
+from megatron_dppo.cluster.planner.memory import RankBytes, rank_bytes
+from megatron_dppo.cluster.planner.server_memory import LEAST_RESERVED, EngineBytes, engine_bytes
+from megatron_dppo.cluster.planner.trainer_state import parked_bytes
 from megatron_dppo.model.shape import TrainerPart
 
 HOST_LINK = 24 * GIB
@@ -48,10 +50,7 @@ class ColocatedBytes:
 
 
 def shared_bytes(
-    rank: memory.RankBytes,
-    engine: server_memory.EngineBytes,
-    server_communicators: int,
-    gpu_memory: int,
+    rank: RankBytes, engine: EngineBytes, server_communicators: int, gpu_memory: int
 ) -> ColocatedBytes:
     """Return the bytes of a GPU that a rank and a server share. The rank parks only the parts that it must park.
 
@@ -72,7 +71,7 @@ def shared_bytes(
     server_constant = CONTEXT + server_communicators
     rank_constant = rank.context + rank.communicators
     constant = server_constant + rank_constant
-    generating = constant + engine.weights + max(0, engine.kv_pool) + server_memory.LEAST_RESERVED
+    generating = constant + engine.weights + max(0, engine.kv_pool) + LEAST_RESERVED
     generating += rank.state.total
     updating = constant + engine.weights + KEPT_BY_SERVER + rank.state.total + rank.update_buckets
     travels = 0
@@ -90,7 +89,7 @@ def shared_bytes(
     return ColocatedBytes(
         parked=tuple(parked_parts),
         travels=travels,
-        host=trainer_state.parked_bytes(rank.state, parked_parts).host,
+        host=parked_bytes(rank.state, parked_parts).host,
         training=rank.total + server_constant + KEPT_BY_SERVER,
         generating=generating,
         updating=updating,
@@ -102,11 +101,11 @@ def shared_ranks(facts: RunFacts, device: Device) -> tuple[ColocatedBytes, ...]:
     if not facts.schedule.is_colocated or not facts.engine.started:
         return ()
     shape = facts.trainer.shape
-    engine = server_memory.engine_bytes(shape, facts.engine, facts.rollout, device)
+    engine = engine_bytes(shape, facts.engine, facts.rollout, device)
     server_communicators = engine_communicator_bytes(facts.engine.layout.tensor, receives=False)
     shared_gpus = []
     for stage in range(facts.trainer.layout.pipeline):
-        rank = memory.rank_bytes(facts, stage)
+        rank = rank_bytes(facts, stage)
         shared_gpus.append(shared_bytes(rank, engine, server_communicators, device.memory))
     return tuple(shared_gpus)
 

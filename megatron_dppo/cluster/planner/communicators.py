@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_dppo.cluster.planner import devices
+from megatron_dppo.cluster.planner.devices import MIB
 from megatron_dppo.model.layout import Layout
 
 CHANNELS = 16
@@ -18,7 +18,7 @@ _LL = 8 * 512 * 8 * 16
 """Bytes: 8 lines x 512 threads x 8 steps x 16 bytes of a line."""
 _LL128 = 120 * 640 * 8 * 8
 """Bytes: 120 elements x 640 threads x 8 steps x 8 bytes of an element."""
-_SIMPLE = 4 * devices.MIB
+_SIMPLE = 4 * MIB
 """NCCL_BUFFSIZE."""
 
 PER_COMMUNICATOR = CHANNELS * CONNECTIONS * (_LL + _LL128 + _SIMPLE)

@@ -307,6 +307,11 @@ class TrainerFacts(TrainerSpec):
         return ITEM_BYTES[self.config.model.dtype]
 
     @property
+    def recompute(self) -> str:
+        """``training.recompute``."""
+        return self.config.training.recompute
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of an element of a gradient."""
         in_fp32 = self.config.megatron_ddp.get("grad_reduce_in_fp32", True)

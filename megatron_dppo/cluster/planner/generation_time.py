@@ -14,6 +14,7 @@ from megatron_dppo.cluster.planner.devices import Cluster
 from megatron_dppo.cluster.planner.facts import RunFacts
 from megatron_dppo.cluster.planner.server_memory import chunk_tokens, engine_bytes
 from megatron_dppo.model.shape import forward_flops
+from megatron_dppo.spec import ServersSpec
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def teacher_seconds(facts: RunFacts, cluster: Cluster) -> float:
         shape = teacher.model.shape
         server_tokens = rollout.tokens / len(teachers) / servers.started
         math_seconds = server_tokens * forward_flops(shape).of_token(rollout.mean_length)
-        math_seconds /= servers.layout.tensor * cluster.device.flops * PREFILL_UTILISATION
+        math_seconds /= prefill_rate(servers, cluster)
         passes = ceil(server_tokens / chunk_tokens(servers, cluster.device))
         chunk = server_tokens / passes
         scored = chunk * rollout.mean_response / rollout.mean_length
@@ -134,7 +135,7 @@ def resumed_seconds(facts: RunFacts, cluster: Cluster, running: float) -> float:
     engine = facts.engine
     length = rollout.mean_prompt + rollout.mean_response / 2
     flops = running * length * forward_flops(shape).of_token(length)
-    return flops / (engine.layout.tensor * cluster.device.flops * PREFILL_UTILISATION)
+    return flops / prefill_rate(engine, cluster)
 
 
 def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
@@ -158,6 +159,11 @@ def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
     return generation_seconds(evaluation_facts, cluster).total
 
 
+def prefill_rate(engine: ServersSpec, cluster: Cluster) -> float:
+    """Return the FLOP/s that a server reaches in prefill."""
+    return engine.layout.tensor * cluster.device.flops * PREFILL_UTILISATION
+
+
 def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     """Return the seconds in which the servers prefill the prompts of a rollout batch.
 
@@ -171,7 +177,7 @@ def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     server_prompts = prefills / engine.started
     server_tokens = server_prompts * rollout.mean_prompt
     math_seconds = server_tokens * forward_flops(shape).linear
-    math_seconds /= engine.layout.tensor * cluster.device.flops * PREFILL_UTILISATION
+    math_seconds /= prefill_rate(engine, cluster)
     passes = ceil(server_tokens / chunk_tokens(engine, cluster.device))
     chunk = server_tokens / passes
     # A prefill computes logits only for the last token of each prompt.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_dppo.cluster.planner import devices
 from megatron_dppo.cluster.planner.batch_memory import ColumnBytes
+from megatron_dppo.cluster.planner.devices import GIB, Cluster, power_of_two
 from megatron_dppo.cluster.planner.facts import RunFacts, elements, rank_parameters
+from megatron_dppo.cluster.planner.server_memory import EngineBytes, capture_host_bytes
 from megatron_dppo.cluster.planner.trainer_state import state_bytes
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, place
 from megatron_dppo.spec import Roles
@@ -37,7 +38,7 @@ class NodeRoles:
         return len(self.ranks)
 
 
-def node_roles(roles: Roles, cluster: devices.Cluster) -> tuple[tuple[NodeRoles, ...], list[str]]:
+def node_roles(roles: Roles, cluster: Cluster) -> tuple[tuple[NodeRoles, ...], list[str]]:
     """Return the roles of each node's GPUs, and the reasons why the roles do not fit; one of the two is empty."""
     names = [str(node) for node in range(cluster.nodes)]
     hosts = tuple(Host(name, name, cluster.gpus_per_node) for name in names)
@@ -48,7 +49,7 @@ def node_roles(roles: Roles, cluster: devices.Cluster) -> tuple[tuple[NodeRoles,
     return _by_node(placement, cluster), []
 
 
-def _by_node(placement: Placement, cluster: devices.Cluster) -> tuple[NodeRoles, ...]:
+def _by_node(placement: Placement, cluster: Cluster) -> tuple[NodeRoles, ...]:
     """Return the roles of each node. The name of a host is the number of its node."""
     ranks: dict[int, list[int]] = {}
     servers: dict[int, list[int]] = {}
@@ -70,12 +71,12 @@ def _by_node(placement: Placement, cluster: devices.Cluster) -> tuple[NodeRoles,
     return tuple(roles)
 
 
-TRAINER_PROCESS = 4 * devices.GIB
+TRAINER_PROCESS = 4 * GIB
 """Bytes of a rank's Python, torch, CUDA host memory and pinned NCCL buffers. Assumption; without CUDA, 0.5 GiB were
 measured."""
 
 
-ENGINE_PROCESS = 8 * devices.GIB
+ENGINE_PROCESS = 8 * GIB
 """Bytes of a server's processes (scheduler, tokenizer, detokenizer) for each of its GPUs. Assumption."""
 
 
@@ -124,10 +125,9 @@ def host_bytes(
     facts: RunFacts,
     columns: ColumnBytes,
     node: NodeRoles,
-    capture: int,
-    parked: int = 0,
-    update: int = 0,
-    engine_weights: int = 0,
+    engine: EngineBytes | None,
+    parked: int,
+    update: int,
 ) -> HostBytes:
     """Return the bytes of host memory on ``node``.
 
@@ -143,18 +143,21 @@ def host_bytes(
         facts: The run.
         columns: The columns of one rollout batch.
         node: The roles of the node's GPUs.
-        capture: Bytes of R3's pinned buffer for each engine GPU, 0 without R3.
+        engine: Memory of a server's GPU; None without servers.
         parked: Bytes of state that a rank keeps in host memory while a server uses the rank's GPU.
         update: Bytes of a whole weight update.
-        engine_weights: Bytes of the weights of an engine rank.
     """
     copies = COPIES + facts.schedule.staleness
     columns_per_rank = columns.replicas / facts.trainer.layout.data
-    checkpoint = sent = 0
+    checkpoint = sent = capture = kept = 0
     if facts.config.checkpoint.background:
-        checkpoint = node.trainer * devices.power_of_two(written_bytes(facts))
+        checkpoint = node.trainer * power_of_two(written_bytes(facts))
     if facts.config.weight_sync.changes_only:
         sent = update * node.trainer // facts.trainer.layout.world_size
+    if engine is not None and facts.rollout.routing:
+        capture = capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
+    if engine is not None and facts.config.engine.atomic_updates:
+        kept = engine.weights
     return HostBytes(
         processes=node.trainer * TRAINER_PROCESS + node.engine * ENGINE_PROCESS,
         batch=round(node.trainer * copies * columns_per_rank),
@@ -163,7 +166,7 @@ def host_bytes(
         parked=node.trainer * parked,
         offloaded=node.trainer * _offloaded_bytes(facts),
         sent=sent,
-        kept=node.engine * engine_weights if facts.config.engine.atomic_updates else 0,
+        kept=node.engine * kept,
     )
 
 
@@ -175,14 +178,14 @@ def _offloaded_bytes(facts: RunFacts) -> int:
 
 def written_bytes(facts: RunFacts) -> int:
     """Return the bytes that a rank writes to a checkpoint. The replicas of a tensor divide the tensor's bytes."""
-    layout = facts.trainer.layout
-    trained = facts.trainer.trained
-    if trained is None:
+    trainer = facts.trainer
+    layout = trainer.layout
+    if trainer.trained is None:
         model_elements = 0
         for stage in range(layout.pipeline):
-            counts = rank_parameters(facts.trainer.shape, layout, stage)
+            counts = rank_parameters(trainer.shape, layout, stage)
             model_elements += elements(counts.dense) * layout.tensor
             model_elements += elements(counts.experts) * layout.expert * layout.expert_tensor
     else:
-        model_elements = trained.elements(facts.trainer.shape)
-    return round(facts.trainer.checkpoint_bytes(model_elements) / layout.world_size)
+        model_elements = trainer.trained.elements(trainer.shape)
+    return round(trainer.checkpoint_bytes(model_elements) / layout.world_size)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dppo.cluster.planner import devices
 from megatron_dppo.cluster.planner.activations import ActivationBytes, activation_bytes
 from megatron_dppo.cluster.planner.communicators import trainer_communicator_bytes
+from megatron_dppo.cluster.planner.devices import CONTEXT, FRAGMENTATION, MIB
 from megatron_dppo.cluster.planner.facts import RunFacts, linear_elements
 from megatron_dppo.cluster.planner.trainer_state import StateBytes, state_bytes
 
-_COLUMN_PIECE = 64 * devices.MIB
+_COLUMN_PIECE = 64 * MIB
 """``PIECE_BYTES`` of loop/exchange.py: ranks exchange columns over the GPUs in pieces of this size."""
 _FP8_COPIES = 2
 """Bytes of the two FP8 copies of a weight's element: one copy is row-wise, the other column-wise. The copies' scales, 4
@@ -89,7 +89,7 @@ def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
         activations=activations,
         update_buckets=max(buckets * facts.config.weight_sync.bucket_bytes, 2 * _COLUMN_PIECE),
         communicators=trainer_communicator_bytes(facts.trainer.layout, sends=facts.sends_shards),
-        context=devices.CONTEXT,
-        fragmentation=round(activations.total * devices.FRAGMENTATION),
+        context=CONTEXT,
+        fragmentation=round(activations.total * FRAGMENTATION),
         quantised=quantised,
     )

@@ -6,20 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dppo.cluster.planner import (
-    batch_memory,
-    communicators,
-    host_memory,
-    memory,
-    server_memory,
-    trainer_state,
-)
 from megatron_dppo.cluster.planner.activations import activation_bytes
+from megatron_dppo.cluster.planner.batch_memory import ColumnBytes, column_bytes
 from megatron_dppo.cluster.planner.colocation import ColocatedBytes, shared_ranks, sharing_faults
+from megatron_dppo.cluster.planner.communicators import engine_communicator_bytes
 from megatron_dppo.cluster.planner.devices import Cluster, Device, device_named, gib
 from megatron_dppo.cluster.planner.facts import RolloutFacts, RunFacts, facts_of
+from megatron_dppo.cluster.planner.host_memory import HostBytes, NodeRoles, host_bytes, node_roles
+from megatron_dppo.cluster.planner.memory import RankBytes, rank_bytes
+from megatron_dppo.cluster.planner.server_memory import (
+    LEAST_RESERVED,
+    EngineBytes,
+    engine_bytes,
+    weight_bytes,
+)
 from megatron_dppo.cluster.planner.step_time import StepSeconds, step_seconds
 from megatron_dppo.cluster.planner.traffic import STORAGE, Traffic, traffic
+from megatron_dppo.cluster.planner.trainer_state import state_bytes
 from megatron_dppo.config import ConfigError
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import TrainConfig
@@ -67,13 +70,13 @@ class RunPlan:
 
     facts: RunFacts
     cluster: Cluster
-    nodes: tuple[host_memory.NodeRoles, ...]
-    ranks: tuple[memory.RankBytes, ...]
-    engine: server_memory.EngineBytes | None
-    teachers: Mapping[str, server_memory.EngineBytes]
+    nodes: tuple[NodeRoles, ...]
+    ranks: tuple[RankBytes, ...]
+    engine: EngineBytes | None
+    teachers: Mapping[str, EngineBytes]
     shared: tuple[ColocatedBytes, ...]
-    hosts: tuple[host_memory.HostBytes, ...]
-    columns: batch_memory.ColumnBytes
+    hosts: tuple[HostBytes, ...]
+    columns: ColumnBytes
     traffic: Traffic
     seconds: StepSeconds | None
     misplaced: tuple[str, ...]
@@ -119,7 +122,7 @@ class RunPlan:
         return ranks + serving + teaching
 
     @property
-    def fullest(self) -> memory.RankBytes:
+    def fullest(self) -> RankBytes:
         """The trainer rank with the most memory."""
         return max(self.ranks, key=lambda rank: rank.total)
 
@@ -164,14 +167,14 @@ class RunPlan:
 
 def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> RunPlan:
     """Plan the run ``facts`` on ``cluster``; ``storage``: bytes/s of the shared file system."""
-    nodes, misplaced = host_memory.node_roles(facts.spec.roles, cluster)
-    ranks = tuple(memory.rank_bytes(facts, stage) for stage in range(facts.trainer.layout.pipeline))
-    columns = batch_memory.column_bytes(facts.trainer.shape, facts.rollout)
+    nodes, misplaced = node_roles(facts.spec.roles, cluster)
+    ranks = tuple(rank_bytes(facts, stage) for stage in range(facts.trainer.layout.pipeline))
+    columns = column_bytes(facts.trainer.shape, facts.rollout)
     transfers = traffic(facts, cluster, storage)
     engine, too_large = _server_memory(
         facts.trainer.shape, facts.engine, facts.rollout, cluster, receives=facts.sends_in_group
     )
-    teachers: dict[str, server_memory.EngineBytes] = {}
+    teachers: dict[str, EngineBytes] = {}
     for teacher in facts.spec.teachers:
         memory_of_gpu, faults = _server_memory(
             teacher.model.shape, teacher.servers, facts.rollout, cluster, receives=False
@@ -179,27 +182,14 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
         too_large += [f"teacher {teacher.name}: {fault}" for fault in faults]
         if memory_of_gpu is not None:
             teachers[teacher.name] = memory_of_gpu
-    engine_weights = 0 if engine is None else engine.weights
-    capture_bytes = 0
-    if engine is not None and facts.rollout.routing:
-        capture_bytes = server_memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
     is_colocated = facts.schedule.is_colocated
     shared_bytes: tuple[ColocatedBytes, ...] = ()
     if engine is not None and is_colocated:
         shared_bytes = shared_ranks(facts, cluster.device)
     parked_bytes = max((gpu.host for gpu in shared_bytes), default=0)
-    hosts = []
-    for node in nodes:
-        host = host_memory.host_bytes(
-            facts,
-            columns,
-            node,
-            capture_bytes,
-            parked_bytes,
-            update=transfers.update,
-            engine_weights=engine_weights,
-        )
-        hosts.append(host)
+    hosts = [
+        host_bytes(facts, columns, node, engine, parked_bytes, transfers.update) for node in nodes
+    ]
     too_large += [*_rank_faults(ranks, cluster), *_host_faults(hosts, cluster)]
     if is_colocated:
         too_large += sharing_faults(shared_bytes, cluster.device)
@@ -233,7 +223,7 @@ def _server_memory(
     cluster: Cluster,
     *,
     receives: bool,
-) -> tuple[server_memory.EngineBytes | None, list[str]]:
+) -> tuple[EngineBytes | None, list[str]]:
     """Return the memory of a server's GPU, and its faults. ``receives``: whether a group sends it weights.
 
     The memory is None if the run starts no server, or if the server's layout cannot hold the model.
@@ -244,7 +234,7 @@ def _server_memory(
         check_engine_layout(shape, engine.layout)
     except LayoutError as error:
         return None, [f"sglang: {error}"]
-    memory_of_gpu = server_memory.engine_bytes(shape, engine, rollout, cluster.device)
+    memory_of_gpu = engine_bytes(shape, engine, rollout, cluster.device)
     fraction = memory_of_gpu.fraction
     sequence_tokens = rollout.longest
     faults = []
@@ -254,18 +244,18 @@ def _server_memory(
             f"engine GPU memory: {gib(memory_of_gpu.weights)} of weights leave a KV cache of {replica_tokens:,} tokens "
             f"in mem_fraction_static {fraction}, expected at least one sequence of {sequence_tokens:,}"
         )
-    group_bytes = communicators.engine_communicator_bytes(engine.layout.tensor, receives=receives)
-    least_reserved = group_bytes + server_memory.LEAST_RESERVED
+    group_bytes = engine_communicator_bytes(engine.layout.tensor, receives=receives)
+    least_reserved = group_bytes + LEAST_RESERVED
     if memory_of_gpu.reserved < least_reserved:
         faults.append(
             f"engine GPU memory: mem_fraction_static {fraction} leaves {gib(memory_of_gpu.reserved)} free, expected at "
             f"least {gib(least_reserved)}: {gib(group_bytes)} of communicators and "
-            f"{gib(server_memory.LEAST_RESERVED)} to work in"
+            f"{gib(LEAST_RESERVED)} to work in"
         )
     return memory_of_gpu, faults
 
 
-def _rank_faults(ranks: tuple[memory.RankBytes, ...], cluster: Cluster) -> Iterator[str]:
+def _rank_faults(ranks: tuple[RankBytes, ...], cluster: Cluster) -> Iterator[str]:
     device = cluster.device
     for rank in ranks:
         if rank.total > device.memory:
@@ -277,10 +267,7 @@ def _rank_faults(ranks: tuple[memory.RankBytes, ...], cluster: Cluster) -> Itera
 
 
 def _base_gpu_faults(
-    facts: RunFacts,
-    ranks: tuple[memory.RankBytes, ...],
-    engine: server_memory.EngineBytes | None,
-    cluster: Cluster,
+    facts: RunFacts, ranks: tuple[RankBytes, ...], engine: EngineBytes | None, cluster: Cluster
 ) -> Iterator[str]:
     """Report a server that starts on a rank's GPU (``sglang.base_gpu_id``) if the GPU's memory cannot hold both."""
     first_device = facts.spec.roles.first_device
@@ -297,7 +284,7 @@ def _base_gpu_faults(
         )
 
 
-def _host_faults(hosts: Sequence[host_memory.HostBytes], cluster: Cluster) -> Iterator[str]:
+def _host_faults(hosts: Sequence[HostBytes], cluster: Cluster) -> Iterator[str]:
     for node, host in enumerate(hosts):
         if host.total > cluster.node_memory:
             yield (
@@ -325,12 +312,10 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     engine = facts.engine
     stages = range(trainer.layout.pipeline)
     rank_count = trainer.layout.world_size
-    states = [trainer_state.state_bytes(trainer, stage) for stage in stages]
+    states = [state_bytes(trainer, stage) for stage in stages]
     try:
         # One tensor-parallel rank, all pipeline stages.
-        bytes_per_rank = server_memory.weight_bytes(
-            trainer.shape, engine.layout, quantized=engine.is_quantized
-        )
+        bytes_per_rank = weight_bytes(trainer.shape, engine.layout, quantized=engine.is_quantized)
     except ModelError:
         # The engine rejects this layout, so that the servers' bytes are unknown. Another check reports the layout.
         bytes_per_rank = 0
@@ -353,7 +338,7 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     total = state_of_stages * trainer.layout.stage_ranks + engine.started * server_weights
     for teacher in facts.spec.teachers:
         servers = teacher.servers
-        rank_weights = server_memory.weight_bytes(teacher.model.shape, servers.layout)
+        rank_weights = weight_bytes(teacher.model.shape, servers.layout)
         total += servers.started * servers.layout.tensor * rank_weights
     if total <= machine.memory_bytes:
         return StartCheck(summary=summary)

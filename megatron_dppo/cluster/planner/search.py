@@ -37,6 +37,7 @@ MOST_SHARES = 64
 """The largest number of divisions of a cluster between trainer and servers that the search tries."""
 MOST_TENSOR = 8
 """The largest tensor-parallel size that the search tries, for trainer and servers."""
+_TENSOR_SIZES = tuple(size for size in _POWERS if size <= MOST_TENSOR)
 LEAST_CONTEXT = 8192
 """The search divides the longest sequence only so far that each context-parallel rank has at least this many tokens.
 Assumption: with fewer tokens, attention takes less time than the exchange of keys and values."""
@@ -213,16 +214,12 @@ def _layouts(ranks: int, question: Question) -> Iterator[LayoutSizes]:
     if shape.is_moe:
         experts = tuple(size for size in _POWERS if shape.num_experts % size == 0)
     for tensor, pipeline, virtual, expert, context in product(
-        _tensor_sizes(), _POWERS, (None, 2, 4), experts, contexts
+        _TENSOR_SIZES, _POWERS, (None, 2, 4), experts, contexts
     ):
         # Check the sizes before anything is planned: a plan takes far longer than both checks.
         sizes = LayoutSizes(ranks, tensor, pipeline, virtual, expert, context=context)
         if not size_faults(sizes) and not model_faults(sizes, shape):
             yield sizes
-
-
-def _tensor_sizes() -> tuple[int, ...]:
-    return tuple(size for size in _POWERS if size <= MOST_TENSOR)
 
 
 def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
@@ -245,7 +242,7 @@ def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
     if not has_server_sizes(config.sglang):
         return
     layout = EngineLayout.of_options(config.sglang)
-    for (ranks, serving_gpus), tensor in product(gpu_shares, _tensor_sizes()):
+    for (ranks, serving_gpus), tensor in product(gpu_shares, _TENSOR_SIZES):
         has_faults = any(engine_size_faults(tensor, layout.expert, layout.attention_replicas))
         if tensor <= cluster.gpus_per_node and serving_gpus % tensor == 0 and not has_faults:
             yield ranks, serving_gpus // tensor, tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from megatron_dppo.cluster.planner import devices
+from megatron_dppo.cluster.planner.devices import CONTEXT, GIB, MIB, Device
 from megatron_dppo.cluster.planner.facts import RolloutFacts
 from megatron_dppo.model import mapping
 from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout
@@ -111,14 +111,14 @@ def state_bytes(shape: ModelShape, engine: ServersSpec) -> int:
     return layers * bytes_per_layer // engine.layout.attention_tensor
 
 
-def default_fraction(device: devices.Device, engine: ServersSpec) -> float:
+def default_fraction(device: Device, engine: ServersSpec) -> float:
     """Return the ``mem_fraction_static`` that SGLang 0.5.23 chooses (``arg_groups/memory_hook.py``).
 
     SGLang keeps this number of MiB free: 512 + 1.5 x chunked prefill (at least 2048) + 128 x TP + 2 g, where g is
     the largest batch with a CUDA graph. With n > 1 attention replicas, SGLang adds 3 n g if g is at most 300, and
     1.5 x 3 n g otherwise. On GPUs above 60 GiB, SGLang keeps at least 10 GiB free.
     """
-    memory_mib = device.memory / devices.MIB
+    memory_mib = device.memory / MIB
     chunk = chunk_tokens(engine, device)
     graph_batch = 256
     if engine.layout.tensor >= 4 or memory_mib >= 160 * 1024:
@@ -133,18 +133,18 @@ def default_fraction(device: devices.Device, engine: ServersSpec) -> float:
     return round((memory_mib - reserved_mib) / memory_mib, 3)
 
 
-def chunk_tokens(engine: ServersSpec, device: devices.Device) -> int:
+def chunk_tokens(engine: ServersSpec, device: Device) -> int:
     """Return the tokens in one chunk of a prefill: the configured number, or the number that SGLang chooses."""
     configured: int | None = engine.options.get("chunked_prefill_size")
     if configured:
         return configured
-    if device.memory >= 160 * 1024 * devices.MIB:
+    if device.memory >= 160 * 1024 * MIB:
         return 2 * _CHUNKED_PREFILL
     return _CHUNKED_PREFILL
 
 
 def engine_bytes(
-    shape: ModelShape, engine: ServersSpec, rollout: RolloutFacts, device: devices.Device
+    shape: ModelShape, engine: ServersSpec, rollout: RolloutFacts, device: Device
 ) -> EngineBytes:
     """Return the bytes on one GPU of a server, and the sequences that run on the server at once.
 
@@ -158,7 +158,7 @@ def engine_bytes(
     weights = weight_bytes(shape, engine.layout, quantized=engine.is_quantized)
     replicas = engine.layout.attention_replicas
     fraction = float(engine.options.get("mem_fraction_static") or default_fraction(device, engine))
-    free_bytes = device.memory - devices.CONTEXT
+    free_bytes = device.memory - CONTEXT
     pool = int(free_bytes * fraction) - weights
     kv_share = max(0, pool)
     if shape.delta is not None:
@@ -193,7 +193,7 @@ def capture_host_bytes(shape: ModelShape, kv_tokens: int) -> int:
     return kv_tokens * shape.num_layers * shape.experts_per_token * 4
 
 
-LEAST_RESERVED = 3 * devices.GIB
+LEAST_RESERVED = 3 * GIB
 """Bytes that a server needs for the activations of a prefill chunk and for CUDA graphs, in addition to static memory
 and communicators. Assumption. By default, SGLang keeps more memory free: at least 10 GiB on GPUs above 60 GiB
 (``default_fraction``)."""

@@ -281,12 +281,13 @@ def host_adam_seconds(facts: RunFacts, cluster: Cluster) -> float:
     The ranks of a node share the rate of the node's memory. Each rank copies its fp32 gradients from its GPU before the
     update, and its weights back after the update. The formula assumes that nothing overlaps.
     """
-    layout = facts.trainer.layout
+    trainer = facts.trainer
+    layout = trainer.layout
     stages = range(layout.pipeline)
-    elements = max(state_bytes(facts.trainer, stage).offloaded_elements for stage in stages)
+    elements = max(state_bytes(trainer, stage).offloaded_elements for stage in stages)
     ranks_of_node = min(layout.world_size, cluster.gpus_per_node)
     adam_seconds = elements * ranks_of_node * HOST_ADAM_BYTES / HOST_RATE
-    copied_bytes = elements * (4 + facts.trainer.item_bytes)
+    copied_bytes = elements * (4 + trainer.item_bytes)
     return adam_seconds + copied_bytes / HOST_LINK
 
 
@@ -332,7 +333,7 @@ def _training_flops(trainer: TrainerFacts, length: float) -> float:
 
     Frozen linear layers need no product for the gradients of their weights; the FLOPs of adapters are not counted.
     """
-    full_flops = training_flops(trainer.shape, length, trainer.config.training.recompute)
+    full_flops = training_flops(trainer.shape, length, trainer.recompute)
     if trainer.trained is None:
         return full_flops
     return full_flops - forward_flops(trainer.shape).linear
@@ -373,7 +374,7 @@ def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
     trainer = facts.trainer
     layout = trainer.layout
     shape = trainer.shape
-    passes = 3 if trainer.config.training.recompute == "full" else 2
+    passes = 3 if trainer.recompute == "full" else 2
     rank_tokens = facts.rollout.tokens / (layout.data * layout.context)
     layers = _stage_layers(trainer)
     hidden_bytes = rank_tokens * shape.hidden_size * trainer.item_bytes * layers * passes
@@ -397,7 +398,7 @@ def context_bytes(trainer: TrainerFacts) -> float:
     sizes = trainer.shape.sizes()
     query_bytes = sizes["query"] / trainer.layout.tensor * trainer.item_bytes
     kv_bytes = sizes["kv"] / trainer.layout.tensor * trainer.item_bytes
-    forward_passes = 2 if trainer.config.training.recompute == "full" else 1
+    forward_passes = 2 if trainer.recompute == "full" else 1
     if trainer.exchange == "a2a":
         passes = forward_passes + 1
         return passes * (2 * query_bytes + 2 * kv_bytes) * (ranks - 1) / ranks
@@ -408,14 +409,14 @@ def context_bytes(trainer: TrainerFacts) -> float:
 
 def _replica_seconds(facts: RunFacts, cluster: Cluster) -> float:
     """Return the seconds in which replicas and context-parallel ranks reduce gradients and gather weights."""
-    layout = facts.trainer.layout
+    trainer = facts.trainer
+    layout = trainer.layout
     if layout.data * layout.context == 1:
         return 0.0
-    trained = facts.trainer.trained
-    parameters = rank_parameters(facts.trainer.shape, layout, 0)
-    if trained is not None:
-        parameters = trained.parameters(facts.trainer.shape, layout, 0)
-    step_bytes = parameters.elements * (4 + facts.trainer.item_bytes)
+    parameters = rank_parameters(trainer.shape, layout, 0)
+    if trainer.trained is not None:
+        parameters = trainer.trained.parameters(trainer.shape, layout, 0)
+    step_bytes = parameters.elements * (4 + trainer.item_bytes)
     return facts.rollout.steps * step_bytes / _rate(cluster, layout.stage_ranks)
 
 

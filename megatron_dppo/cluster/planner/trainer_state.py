@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron_dppo.cluster.planner import devices
+from megatron_dppo.cluster.planner.devices import power_of_two
 from megatron_dppo.cluster.planner.facts import (
     Counts,
     RankParameters,
@@ -115,7 +115,7 @@ def parked_bytes(state: StateBytes, parts: Collection[TrainerPart] = TRAINER_PAR
         size = getattr(state, part)
         device_bytes += size
         if part in COPIED_PARTS:
-            host_bytes += devices.power_of_two(size)
+            host_bytes += power_of_two(size)
     return ParkedBytes(device=device_bytes, host=host_bytes)
 
 

@@ -76,24 +76,25 @@ class WeightPlan:
 def weight_plan(facts: RunFacts, cluster: Cluster) -> WeightPlan:
     """Return the plan of a weight update of ``facts`` from shard to shard."""
     trainer = facts.trainer
-    tensor = facts.engine.layout.tensor
-    servers = range(facts.engine.started)
+    engine = facts.engine
+    tensor = engine.layout.tensor
+    servers = range(engine.started)
     hosts = [server // servers_of_node(facts, cluster) for server in servers]
     start_s = time.process_time()
     plan = shard_plan(
         trainer.shape,
         trainer.layout,
-        [facts.engine.layout] * facts.engine.started,
+        [engine.layout] * engine.started,
         facts.config.weight_sync.message_bytes(tensor, len(set(hosts))),
         trainer.item_bytes,
-        quantized=facts.engine.is_quantized,
+        quantized=engine.is_quantized,
         hosts=hosts,
     )
     planning_s = time.process_time() - start_s
     tensors = hf_tensors(trainer.shape)
     weights = 0
     for name, dims in tensors.items():
-        weights += stored_bytes(name, dims, trainer.item_bytes, quantized=facts.engine.is_quantized)
+        weights += stored_bytes(name, dims, trainer.item_bytes, quantized=engine.is_quantized)
     return WeightPlan(
         ranks=trainer.layout.world_size,
         tensors=len(tensors),

@@ -16,6 +16,8 @@ from megatron_dppo.cluster.planner.activations import (
     activation_bytes,
     chunks_in_flight,
     layer_bytes,
+    logits_bytes,
+    statistics_bytes,
 )
 from megatron_dppo.cluster.planner.batch_memory import column_bytes, routing_bytes_per_token
 from megatron_dppo.cluster.planner.colocation import ColocatedBytes
@@ -40,7 +42,6 @@ from megatron_dppo.cluster.planner.facts import (
     rank_parameters,
 )
 from megatron_dppo.cluster.planner.generation_time import prefill_seconds
-from megatron_dppo.cluster.planner.head_memory import logits_bytes, statistics_bytes
 from megatron_dppo.cluster.planner.host_memory import node_roles, written_bytes
 from megatron_dppo.cluster.planner.run_plan import check_memory, device_here, plan_run
 from megatron_dppo.cluster.planner.search import Question, nearest, search
