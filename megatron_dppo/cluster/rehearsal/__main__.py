@@ -61,7 +61,7 @@ from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, place
 from megatron_dppo.logging import INTERRUPTED, REFUSED
-from megatron_dppo.metrics.records import SUMMARY_FILE, read_records
+from megatron_dppo.metrics.records import SUMMARY_FILE, last_step, read_records
 from megatron_dppo.metrics.summary import describe_layout
 from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.engine_layout import server_ranks
@@ -73,6 +73,7 @@ from megatron_dppo.system.arguments import positive_count, whole_number
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import folder_fault, rename_with_time
 from megatron_dppo.system.secret_variables import hide_secrets
+from megatron_dppo.system.text import short_json
 
 _LOG_WIDTH = 120
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else _LOG_WIDTH)
@@ -85,8 +86,6 @@ PREPARED = "prepared.json"
 IMPORTS_LOG = "imports.log"
 """File with the output of the fork servers that import the libraries."""
 _GPUS_OF_A_NODE = 8
-_LONGEST_VALUE = 80
-"""Characters of a value in the list of changed keys."""
 _PREPARATIONS = 4
 """Number of phases before the first process starts."""
 _IMPORT_AND_RUNS = 3
@@ -154,6 +153,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return REFUSED
 
 
+@dataclass(frozen=True)
+class RecipeInputs:
+    """What the rehearsal takes from the recipe.
+
+    Attributes:
+        known_model: the recipe's model, or a known model in its place.
+        parallel: the layout to rehearse: the recipe's own layout, or a smaller one (``--ranks``).
+        placement: the recipe's ranks and servers on the nodes of the options; None without ``--nodes``.
+    """
+
+    known_model: KnownModel
+    parallel: ParallelConfig
+    placement: Placement | None
+
+
 class Rehearsal:
     """One rehearsal of a recipe, from its files to the verdict.
 
@@ -172,6 +186,8 @@ class Rehearsal:
         self.recipe = Path(options.recipe)
         self.directory = Path(options.directory or Path("runs") / f"rehearsal-{self.recipe.stem}")
         self.run_directory = self.directory / "run"
+        self.model = self.directory / "model"
+        self.config_path = self.directory / CONFIG
         self.usage = UsageByPhase()
         self.imports_cpu_seconds = 0.0
 
@@ -179,25 +195,21 @@ class Rehearsal:
         """Run all phases."""
         with self.phases.phase("read the recipe"):
             config = load_config(self.recipe, self.options.overrides)
-            known_model = self._known_model(config)
-            parallel = self._layout(config)
-            self._set_aside()
-            placement = self._placement(config)
+            inputs_of_recipe = self._recipe_inputs(config)
+        known_model, parallel = inputs_of_recipe.known_model, inputs_of_recipe.parallel
         with self.phases.phase("make the tokenizer and the problems"):
-            model = self.directory / "model"
-            tokenizer_source = self._write_tokenizer(config, model)
-            problems = self._problems(config, parallel, model)
+            tokenizer_source = self._write_tokenizer(config)
+            problems = self._problems(config, parallel)
             self._print_sources(config, known_model, tokenizer_source, problems)
         with self.phases.phase("check the recipe's values"):
             self._check_recipe(config, known_model, tokenizer_source, problems)
             say(f"  {self._outline(config, parallel)}")
-        has_own_tokenizer = tokenizer_source is not None
-        inputs = self._inputs(config, model, problems, has_own_tokenizer=has_own_tokenizer)
+        inputs = self._inputs(config, problems, tokenizer_source)
         with self.phases.phase("make a tiny model and the rehearsal's configuration"):
             longest = shrinking.longest_sequence(config.environment, inputs.longest_prompt)
-            self._make_model(config, parallel, known_model, inputs, longest)
+            self._make_model(config, inputs_of_recipe, inputs, longest)
             rehearsal_config = shrinking.shrink(config, parallel, inputs)
-            path = self.directory / CONFIG
+            path = self.config_path
             changes = shrinking.changed_values(config, rehearsal_config)
             text = _commented(changes) + resolved_yaml(rehearsal_config)
             path.write_text(text, encoding="utf-8")
@@ -219,7 +231,7 @@ class Rehearsal:
         self.form = self.form.with_imports(fork_servers)
         self.imports_cpu_seconds = fork_servers.cpu_seconds()
         try:
-            return self._train(path, rehearsal_config, omissions, placement)
+            return self._train(rehearsal_config, omissions, inputs_of_recipe.placement)
         finally:
             fork_servers.close()
 
@@ -228,51 +240,51 @@ class Rehearsal:
         if self.options.on_nodes is not None:
             fault = "a supervised recipe is rehearsed on this machine only"
             raise ConfigError([fault], str(self.recipe))
+        self.form = supervised.FORM
         with self.phases.phase("read the recipe"):
             config = load_as(SupervisedConfig, self.recipe, self.options.overrides)
-            known_model = self._known_model(config)
-            self._set_aside()
-            placement = self._placement(config)
-            parallel = self._layout(config)
-        model = self.directory / "model"
+            inputs_of_recipe = self._recipe_inputs(config)
+        parallel = inputs_of_recipe.parallel
         with self.phases.phase("make the tokenizer and the data"):
-            tokenizer_source = self._write_tokenizer(config, model)
-            turns = supervised.make_turns(
-                config.data, load_tokenizer(model), self.directory / "problems"
-            )
+            tokenizer_source = self._write_tokenizer(config)
+            tokenizer = load_tokenizer(self.model)
+            turns = supervised.make_turns(config.data, tokenizer, self.directory / "problems")
             self._refuse_absent(turns)
         with self.phases.phase("make a tiny model and the rehearsal's configuration"):
-            inputs = self._files(model, turns, has_own_tokenizer=tokenizer_source is not None)
-            self._make_model(config, parallel, known_model, inputs, turns.longest)
+            inputs = self._files(turns, tokenizer_source)
+            self._make_model(config, inputs_of_recipe, inputs, turns.longest)
             rehearsal_config = supervised.shrink(config, parallel, inputs)
             check_supervised_config(rehearsal_config, str(self.recipe))
-            path = self.directory / CONFIG
-            path.write_text(resolved_yaml(rehearsal_config), encoding="utf-8")
+            self.config_path.write_text(resolved_yaml(rehearsal_config), encoding="utf-8")
         if self.options.dry_run:
-            say(f"nothing was started; megatron-dppo supervised {path} is the rehearsal's run")
+            command = f"megatron-dppo supervised {self.config_path}"
+            say(f"nothing was started; {command} is the rehearsal's run")
             return 0
-        runs = self._run_planned(supervised.PLANNED_RUNS, path, supervised.STEPS, supervised.FORM)
-        omissions = shrinking.trainer_omissions(
-            config,
-            parallel,
-            shrinking.dropped_trainer_options(config),
-            has_own_tokenizer=inputs.has_own_tokenizer,
-        )
+        runs = self.run_planned(supervised.PLANNED_RUNS, supervised.STEPS)
+        omissions = shrinking.trainer_omissions(config, parallel, inputs)
         return self._conclude(
             runs,
             rehearsal_config,
             supervised.EXERCISED,
-            [*_absent_parts(known_model, turns), *omissions],
-            placement,
+            [*_absent_parts(inputs_of_recipe.known_model, turns), *omissions],
+            inputs_of_recipe.placement,
             lambda: supervised.findings(rehearsal_config),
         )
 
     def run_prepared(self) -> int:
         """Run and judge a rehearsal that another process has prepared in the folder (``--on-nodes``)."""
-        path = self.directory / CONFIG
-        entries = json.loads((self.directory / PREPARED).read_text(encoding="utf-8"))
+        entries = json.loads((self.directory / PREPARED).read_bytes())
         omissions = [Omission(**entry) for entry in entries]
-        return self._train(path, load_config(path), omissions, None)
+        return self._train(load_config(self.config_path), omissions, None)
+
+    def _recipe_inputs(self, config: PolicyConfig) -> RecipeInputs:
+        """Find the recipe's model, layout and placement, and make an empty folder for the rehearsal."""
+        known_model = self._known_model(config)
+        parallel = config.parallel
+        if self.options.ranks is not None:
+            parallel = smaller_layout(parallel, self.options.ranks)
+        self._set_aside()
+        return RecipeInputs(known_model, parallel, self._placement(config))
 
     def _known_model(self, config: PolicyConfig) -> KnownModel:
         is_moe = config.parallel.expert > 1 or config.router_replay
@@ -306,11 +318,6 @@ class Rehearsal:
         for key in keys:
             say(f"  {key}: {replacements.get(key, 'the recipe has it here')}")
 
-    def _layout(self, config: PolicyConfig) -> ParallelConfig:
-        if self.options.ranks is None:
-            return config.parallel
-        return smaller_layout(config.parallel, self.options.ranks)
-
     def _placement(self, config: PolicyConfig) -> Placement | None:
         """Place the recipe's own ranks and servers on the cluster that the options describe."""
         if self.options.nodes is None:
@@ -340,12 +347,12 @@ class Rehearsal:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
         self.directory.mkdir(parents=True, exist_ok=True)
 
-    def _write_tokenizer(self, config: PolicyConfig, model: Path) -> str | None:
+    def _write_tokenizer(self, config: PolicyConfig) -> str | None:
         """Write the recipe's tokenizer, or a byte-level one, into ``model``; return the folder of the recipe's."""
         source = None
         if has_tokenizer(config.model.hf_checkpoint):
             source = config.model.hf_checkpoint
-        write_tokenizer(model, source)
+        write_tokenizer(self.model, source)
         return source
 
     def _refuse_absent(self, problems: Problems) -> None:
@@ -354,8 +361,8 @@ class Rehearsal:
             faults = [f"{omission.key}: {omission.reason}" for omission in problems.absent]
             raise ConfigError(faults, str(self.recipe))
 
-    def _problems(self, config: TrainConfig, parallel: ParallelConfig, model: Path) -> Problems:
-        tokenizer = load_tokenizer(model)
+    def _problems(self, config: TrainConfig, parallel: ParallelConfig) -> Problems:
+        tokenizer = load_tokenizer(self.model)
         count = shrinking.problems_needed(config, parallel)
         folder = self.directory / "problems"
         toy_metadata = metadata_of_toys(config.reward, config.environment)
@@ -423,27 +430,25 @@ class Rehearsal:
         folder = self.directory / "check" / Path(teacher.hf_checkpoint).name
         return _write_folder(folder, known_model, tokenizer_source)
 
-    def _files(
-        self, model: Path, problems: Problems, *, has_own_tokenizer: bool
-    ) -> RehearsalInputs:
+    def _files(self, problems: Problems, tokenizer_source: str | None) -> RehearsalInputs:
         """Return the inputs of a rehearsal on this machine's CPUs that replaces only files."""
         return RehearsalInputs(
             directory=self.run_directory,
-            model=model,
+            model=self.model,
             train=problems.train,
             evaluation=problems.evaluation,
             longest_prompt=problems.longest,
-            has_own_tokenizer=has_own_tokenizer,
+            has_own_tokenizer=tokenizer_source is not None,
         )
 
     def _inputs(
-        self, config: TrainConfig, model: Path, problems: Problems, *, has_own_tokenizer: bool
+        self, config: TrainConfig, problems: Problems, tokenizer_source: str | None
     ) -> RehearsalInputs:
         servers = config.engine.servers_to_start
         if self.options.on_nodes is None:
             servers = max(1, self.options.servers)
         inputs = replace(
-            self._files(model, problems, has_own_tokenizer=has_own_tokenizer),
+            self._files(problems, tokenizer_source),
             servers=servers,
             node_device=self.options.on_nodes,
             unreachable=_unreachable(absent_services(config)),
@@ -455,21 +460,22 @@ class Rehearsal:
     def _make_model(
         self,
         config: PolicyConfig,
-        parallel: ParallelConfig,
-        known_model: KnownModel,
+        inputs_of_recipe: RecipeInputs,
         inputs: RehearsalInputs,
         longest: int,
     ) -> None:
         """Write a tiny model of the recipe's family. ``longest``: tokens of the longest sequence."""
+        known_model = inputs_of_recipe.known_model
         shape = known_model.shape
+        layout = inputs_of_recipe.parallel.sizes
         all_to_all = config.megatron.get("cp_comm_type") == "a2a"
-        sizes = tiny_sizes.tiny_sizes(parallel.sizes, shape, longest, all_to_all=all_to_all)
+        sizes = tiny_sizes.tiny_sizes(layout, shape, longest, all_to_all=all_to_all)
         if isinstance(config, TrainConfig):
             ranks_of_server = server_ranks(config.sglang)
             if config.engine.quantization is not None:
-                sizes = tiny_sizes.sizes_for_blocks(sizes, parallel.sizes, shape, ranks_of_server)
+                sizes = tiny_sizes.sizes_for_blocks(sizes, layout, shape, ranks_of_server)
             elif inputs.on_gpus:
-                sizes = tiny_sizes.sizes_for_kernels(sizes, parallel.sizes, shape, ranks_of_server)
+                sizes = tiny_sizes.sizes_for_kernels(sizes, layout, shape, ranks_of_server)
         values = tiny_model.tiny_config(known_model, sizes, own_tokenizer=inputs.has_own_tokenizer)
         count = write_model(inputs.model, values, config.model.dtype, config.run.seed)
         say(f"  a random {shape.family} of {count:,} parameters: {sizes.describe()}")
@@ -497,7 +503,6 @@ class Rehearsal:
 
     def _train(
         self,
-        path: Path,
         rehearsal_config: TrainConfig,
         omissions: Sequence[Omission],
         placement: Placement | None,
@@ -507,10 +512,12 @@ class Rehearsal:
         first_label = f"start, train, be stopped after step {STOP_AFTER}"
         second_label = "start again, resume, train, evaluate, export, compare"
         planned_runs = (
-            attempts.PlannedRun(first_label, _first_phases, STOP_AFTER),
+            attempts.PlannedRun(
+                first_label, lambda step: "start" if step < 0 else "train", STOP_AFTER
+            ),
             attempts.PlannedRun(second_label, _resumed_phases(last)),
         )
-        runs = self._run_planned(planned_runs, path, last, self.form)
+        runs = self.run_planned(planned_runs, last)
         code = self._conclude(
             runs,
             rehearsal_config,
@@ -523,26 +530,26 @@ class Rehearsal:
             CONSOLE.print(f"next:\n  {self._next_commands()}", soft_wrap=True, markup=False)
         return code
 
-    def _run_planned(
-        self,
-        planned_runs: Sequence[attempts.PlannedRun],
-        path: Path,
-        last: int,
-        form: attempts.RunForm,
+    def run_planned(
+        self, planned_runs: Sequence[attempts.PlannedRun], last: int
     ) -> list[attempts.RehearsalRun]:
-        return attempts.run_planned(
-            planned_runs,
-            path,
-            self.run_directory,
-            self.usage,
-            self.phases.phase,
-            last=last,
-            form=form,
-        )
+        """Make the planned runs, until one fails, or is interrupted, or ends after step ``last``."""
+        runs: list[attempts.RehearsalRun] = []
+        for planned in planned_runs:
+            with self.phases.phase(planned.label):
+                run = attempts.run_attempt(
+                    planned, self.config_path, self.run_directory, self.usage, self.form
+                )
+            runs.append(run)
+            # The first run may have ended before the stop.
+            has_ended = last_step(self.run_directory) >= last and run.code == 0
+            if run.was_interrupted or run.has_failed or has_ended:
+                break
+        return runs
 
     def _findings(self, rehearsal_config: TrainConfig, *, was_resumed: bool) -> list[VerdictRow]:
         """Compare the results of the finished runs with the bounds of healthy runs, and print the runs' phases."""
-        summary = json.loads((self.run_directory / SUMMARY_FILE).read_text(encoding="utf-8"))
+        summary = json.loads((self.run_directory / SUMMARY_FILE).read_bytes())
         phases = summary["seconds_per_phase"].items()
         phase_seconds = ", ".join(f"{name} {seconds:.0f}" for name, seconds in phases)
         CONSOLE.print(f"seconds inside the runs: {phase_seconds}", soft_wrap=True)
@@ -560,14 +567,18 @@ class Rehearsal:
     ) -> int:
         """Print and write the verdict on the runs; return the exit code. ``compare``: finished runs' findings."""
         run = runs[-1]
-        ranks = rehearsal_config.parallel.world_size
-        if attempts.was_interrupted(run):
+        if run.was_interrupted:
             return INTERRUPTED
+        rows = [] if run.has_failed else compare()
+        faults = []
+        for row in rows:
+            if row.holds is False:
+                faults.append(f"{row.label} {row.measured}, expected {row.expected}")
+        passed = not run.has_failed and not faults
+        self._write(rehearsal_config, parts, rows, omissions, runs, passed=passed)
         if run.has_failed:
             _fail(self.phases.current, run.failure(), attempts.key_of(run.errors))
-            self._write(ranks, parts, [], omissions, runs, passed=False)
             return FAILED
-        rows = compare()
         on_nodes = self.options.on_nodes
         never = verdict.NEVER if on_nodes is None else verdict.NEVER_ON_NODES[on_nodes]
         verdict.show(CONSOLE, rows, omissions, self.usage, parts, never)
@@ -580,11 +591,6 @@ class Rehearsal:
         CONSOLE.print(cost, soft_wrap=True)
         if placement is not None:
             CONSOLE.print(f"on {self.options.nodes} nodes:\n{placement.table()}", soft_wrap=True)
-        faults = []
-        for row in rows:
-            if row.holds is False:
-                faults.append(f"{row.label} {row.measured}, expected {row.expected}")
-        self._write(ranks, parts, rows, omissions, runs, passed=not faults)
         if faults:
             _fail("judge", "; ".join(faults))
             return FAILED
@@ -607,7 +613,7 @@ class Rehearsal:
 
     def _write(
         self,
-        ranks: int,
+        rehearsal_config: PolicyConfig,
         parts: Sequence[str],
         rows: Sequence[VerdictRow],
         omissions: Sequence[Omission],
@@ -627,7 +633,7 @@ class Rehearsal:
         result = {
             "recipe": str(self.recipe),
             "passed": passed,
-            "ranks": ranks,
+            "ranks": rehearsal_config.parallel.world_size,
             "exercised": list(parts),
             "findings": [asdict(row) for row in rows],
             "not_exercised": [asdict(omission) for omission in omissions],
@@ -689,15 +695,8 @@ def _commented(changes: Mapping[str, tuple[Any, Any]]) -> str:
         "# Made by megatron-dppo rehearse. Keys that differ from the recipe's: recipe -> here."
     ]
     for key, (recipe_value, value) in changes.items():
-        lines.append(f"# {key}: {_short(recipe_value)} -> {_short(value)}")
+        lines.append(f"# {key}: {short_json(recipe_value)} -> {short_json(value)}")
     return "\n".join(lines) + "\n"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    if len(text) <= _LONGEST_VALUE:
-        return text
-    return f"{text[:_LONGEST_VALUE]}..."
 
 
 _REWARDS_OF_SUMS = ("math_verify", "exact_integer")
@@ -727,10 +726,6 @@ def _unreachable(faults: Sequence[str]) -> dict[str, str]:
             table = key[: key.index("options") + len("options")]
         reasons[table] = f"{reason}; the rehearsal runs without it"
     return reasons
-
-
-def _first_phases(step: int) -> str:
-    return "start" if step < 0 else "train"
 
 
 def _resumed_phases(last: int) -> attempts.PhaseOf:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -82,6 +80,11 @@ class RehearsalRun:
         """Whether the run ended with an error. A run that the rehearsal stopped has not failed."""
         return self.code != 0 and not (self.was_stopped and self.code == INTERRUPTED)
 
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether the user, and not the rehearsal, ended the run."""
+        return self.code in INTERRUPTED_CODES and not self.was_stopped
+
     def failure(self) -> str:
         """Describe the failure by the error lines of the run, or by its last lines."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
@@ -93,23 +96,36 @@ class RehearsalRun:
         return f"the run {describe_exit(self.code)}: {' '.join(reasons) or 'see its logs'}"
 
 
+@dataclass(frozen=True)
+class PlannedRun:
+    """One of the two runs of a rehearsal.
+
+    Attributes:
+        label: name of the rehearsal's phase.
+        phase_of: names the phase of a sample.
+        stop_after: the step after which the run is stopped; None: never.
+    """
+
+    label: str
+    phase_of: PhaseOf
+    stop_after: int | None = None
+
+
 @dataclass
 class _Watch:
     """Threads that follow a running attempt: they copy its errors, stop it after a step and measure its usage.
 
     Attributes:
+        planned: the run.
         directory: folder of the run.
-        phase_of: names the phase of a sample.
-        stop_after: the step after which the run is stopped; None: never.
         usage: stores the samples.
         stop_signal: the signal that stops the run.
         error_lines: the last lines of the run's standard error.
         was_stopped: whether the run was stopped.
     """
 
+    planned: PlannedRun
     directory: Path
-    phase_of: PhaseOf
-    stop_after: int | None
     usage: UsageByPhase
     stop_signal: int
     error_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
@@ -138,15 +154,16 @@ class _Watch:
 
     def _follow_steps(self, process: subprocess.Popen[bytes]) -> None:
         last_sample = 0.0
+        stop_after = self.planned.stop_after
         while not self._has_ended.wait(_LOOK_EVERY_S):
             step = last_step(self.directory)
-            if self.stop_after is not None and not self.was_stopped and step >= self.stop_after:
+            if stop_after is not None and not self.was_stopped and step >= stop_after:
                 self.was_stopped = True
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(self.stop_signal)
             if time.monotonic() - last_sample > _MEASURE_EVERY_S:
                 # Measure the descendants of this process: forks of shared fork servers are no descendants of the run.
-                self.usage.add(self.phase_of(step), usage_of(os.getpid()))
+                self.usage.add(self.planned.phase_of(step), usage_of(os.getpid()))
                 last_sample = time.monotonic()
 
 
@@ -196,25 +213,18 @@ def share_imports(config: TrainConfig, log: Path) -> SharedForkServers:
 
 
 def run_attempt(
-    config: Path,
-    directory: Path,
-    usage: UsageByPhase,
-    phase_of: PhaseOf,
-    *,
-    stop_after: int | None = None,
-    form: RunForm = LOCAL,
+    planned: PlannedRun, config: Path, directory: Path, usage: UsageByPhase, form: RunForm = LOCAL
 ) -> RehearsalRun:
     """Run ``config`` until it ends or is stopped.
 
     Args:
+        planned: the run.
         config: path of the rehearsal's configuration.
         directory: folder of the run.
         usage: stores the samples of memory and processor time.
-        phase_of: returns the phase of a sample.
-        stop_after: the step after which the run is stopped; None: never.
         form: how the run is started and stopped.
     """
-    watch = _Watch(directory, phase_of, stop_after, usage, form.stop_signal)
+    watch = _Watch(planned, directory, usage, form.stop_signal)
     servers = form.fork_servers
     log = directory / LOGS_FOLDER / "supervisor.log"
     log_size_before = log.stat().st_size if log.is_file() else 0
@@ -237,50 +247,6 @@ def run_attempt(
     return RehearsalRun(code, seconds, cpu_seconds, watch.was_stopped, errors)
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """One of the two runs of a rehearsal.
-
-    Attributes:
-        label: name of the rehearsal's phase.
-        phase_of: names the phase of a sample.
-        stop_after: the step after which the run is stopped; None: never.
-    """
-
-    label: str
-    phase_of: PhaseOf
-    stop_after: int | None = None
-
-
-def run_planned(
-    planned_runs: Sequence[PlannedRun],
-    config: Path,
-    directory: Path,
-    usage: UsageByPhase,
-    phase: Callable[[str], AbstractContextManager[None]],
-    *,
-    last: int,
-    form: RunForm = LOCAL,
-) -> list[RehearsalRun]:
-    """Make the planned runs of ``config``, until one fails, or is interrupted, or ends after step ``last``.
-
-    ``phase`` announces and measures each of them. The other arguments are those of ``run_attempt``.
-    """
-    runs: list[RehearsalRun] = []
-    for planned in planned_runs:
-        with phase(planned.label):
-            run = run_attempt(
-                config, directory, usage, planned.phase_of, stop_after=planned.stop_after, form=form
-            )
-        runs.append(run)
-        if was_interrupted(run) or run.has_failed:
-            break
-        # The first run may have ended before the stop.
-        if last_step(directory) >= last and run.code == 0:
-            break
-    return runs
-
-
 def _text_from(path: Path, position: int) -> str:
     """Return the text of a log from ``position`` on; empty if there is no log."""
     try:
@@ -291,11 +257,6 @@ def _text_from(path: Path, position: int) -> str:
         return ""
 
 
-def was_interrupted(attempt: RehearsalRun) -> bool:
-    """Whether the user, and not the rehearsal, ended the attempt."""
-    return attempt.code in INTERRUPTED_CODES and not attempt.was_stopped
-
-
 def _cpu_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    times = os.times()
+    return times.children_user + times.children_system

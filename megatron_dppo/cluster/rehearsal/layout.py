@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.model.layout import LayoutSizes, size_faults
@@ -31,20 +31,7 @@ def smaller_layout(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
     sizes = parallel.sizes
     while sizes.world_size > ranks:
         sizes = _with_fewer_ranks(sizes)
-    return parallel.model_copy(
-        update={
-            "world_size": sizes.world_size,
-            "tensor": sizes.tensor,
-            "context": sizes.context,
-            "pipeline": sizes.pipeline,
-            "virtual_pipeline": sizes.virtual_pipeline,
-            "first_stage_layers": sizes.first_stage_layers,
-            "last_stage_layers": sizes.last_stage_layers,
-            "expert": sizes.expert,
-            "expert_tensor": sizes.expert_tensor,
-            "sequence": sizes.sequence,
-        }
-    )
+    return parallel.model_copy(update=asdict(sizes))
 
 
 def _with_fewer_ranks(sizes: LayoutSizes) -> LayoutSizes:

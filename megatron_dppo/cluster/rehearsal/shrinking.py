@@ -148,7 +148,7 @@ def shrink(config: TrainConfig, parallel: ParallelConfig, inputs: RehearsalInput
         parallel: the layout to rehearse: the recipe's own layout, or a smaller layout (``smaller_layout``).
         inputs: the model, the problems and the folder of the rehearsal.
     """
-    dropped_keys = _dropped_options(config, inputs)
+    dropped_keys = dropped_options(config, inputs)
     if not inputs.on_gpus:
         dropped_keys["sglang"] += ENGINE_SIZES
     values = changed_tables(config, _changes(config, parallel, inputs), dropped_keys)
@@ -195,16 +195,8 @@ def _changes(
     if config.weight_sync.directory is not None:
         # The recipe's servers may be on other hosts, which see the rehearsal's folder.
         weights = str(inputs.directory / "weights")
-    trainer = trainer_changes(
-        config,
-        parallel,
-        inputs.directory,
-        inputs.model,
-        steps=STEPS,
-        on_one_machine=inputs.node_device is None,
-    )
     return {
-        **trainer,
+        **trainer_changes(config, parallel, inputs, STEPS),
         "rollout": rollout,
         "algorithm": {
             "aggregation_constant": None,
@@ -266,27 +258,13 @@ def _distillation(config: TrainConfig, inputs: RehearsalInputs) -> dict[str, Any
 
 
 def trainer_changes(
-    config: PolicyConfig,
-    parallel: ParallelConfig,
-    directory: Path,
-    model: Path,
-    *,
-    steps: int,
-    on_one_machine: bool = True,
+    config: PolicyConfig, parallel: ParallelConfig, inputs: RehearsalInputs, steps: int
 ) -> dict[str, Any]:
-    """Return the changed keys, by section, that runs of both kinds share.
-
-    Args:
-        config: the recipe.
-        parallel: the layout to rehearse.
-        directory: folder of the run.
-        model: the tiny model's folder.
-        steps: steps of the run.
-        on_one_machine: whether all ranks are on this machine.
-    """
+    """Return the changed keys, by section, that runs of both kinds share. ``steps``: steps of the run."""
+    on_one_machine = inputs.node_device is None
     return {
         "run": {
-            "directory": str(directory),
+            "directory": str(inputs.directory),
             "steps": steps,
             "resume": "auto",
             "sha256_list": None,
@@ -295,7 +273,7 @@ def trainer_changes(
             # Restart nothing: the death of a process is a finding.
             "max_restarts": 0,
         },
-        "model": {"hf_checkpoint": str(model)},
+        "model": {"hf_checkpoint": str(inputs.model)},
         "lora": {"start_from": None},
         "parallel": {
             **parallel.model_dump(),
@@ -397,13 +375,7 @@ def omissions(
     config: TrainConfig, parallel: ParallelConfig, inputs: RehearsalInputs
 ) -> Iterator[Omission]:
     """Yield the parts of the recipe that its rehearsal leaves out."""
-    yield from trainer_omissions(
-        config,
-        parallel,
-        _dropped_options(config, inputs),
-        has_own_tokenizer=inputs.has_own_tokenizer,
-        on_one_machine=inputs.node_device is None,
-    )
+    yield from trainer_omissions(config, parallel, inputs)
     yield from _replaced_parts(config, inputs)
     for key, reason in inputs.unreachable.items():
         yield Omission(key, reason)
@@ -413,31 +385,22 @@ def omissions(
 
 
 def trainer_omissions(
-    config: TrainConfig | SupervisedConfig,
-    parallel: ParallelConfig,
-    dropped_options: Mapping[str, Sequence[str]],
-    *,
-    has_own_tokenizer: bool,
-    on_one_machine: bool = True,
+    config: TrainConfig | SupervisedConfig, parallel: ParallelConfig, inputs: RehearsalInputs
 ) -> Iterator[Omission]:
-    """Yield the parts that rehearsals of every kind of run leave out.
-
-    ``dropped_options``: the options of each table that the rehearsal drops. The other arguments are as in
-    ``trainer_changes`` and ``RehearsalInputs``.
-    """
+    """Yield the parts that rehearsals of every kind of run leave out."""
     recipe_ranks = config.parallel.world_size
     if config.parallel.sizes != parallel.sizes:
         yield Omission(
             "parallel",
             f"the recipe's {recipe_ranks} ranks are rehearsed as {parallel.world_size} (--ranks)",
         )
-    if not has_own_tokenizer:
+    if not inputs.has_own_tokenizer:
         yield Omission("model.hf_checkpoint", NO_TOKENIZER)
     if config.lora.start_from is not None:
         yield Omission("lora.start_from", "adapters of the real model do not fit the tiny one")
-    if on_one_machine and config.parallel.interface is not None:
+    if inputs.node_device is None and config.parallel.interface is not None:
         yield Omission("parallel.interface", "all ranks are on one machine")
-    for table, keys in dropped_options.items():
+    for table, keys in dropped_options(config, inputs).items():
         if keys:
             yield Omission(table, f"{', '.join(keys)}: for GPUs")
     services = [name for name in config.tracking.trackers if name != "tensorboard"]
@@ -477,24 +440,22 @@ def _engine_parts(config: TrainConfig, inputs: RehearsalInputs) -> Iterator[Omis
         )
 
 
-def _dropped_options(config: TrainConfig, inputs: RehearsalInputs) -> dict[str, list[str]]:
+def dropped_options(config: PolicyConfig, inputs: RehearsalInputs) -> dict[str, list[str]]:
     """Return the options of each table that a rehearsal on CPUs drops; none if the rehearsal has GPUs.
 
     ``ENGINE_SIZES`` are not in the result: ``shrink`` drops them, and ``_engine_parts`` reports only ``tp_size``.
     """
     if inputs.on_gpus:
-        return {"sglang": [], "megatron": [], "megatron_optimizer": []}
-    sglang = [key for key in config.sglang if key not in UNCHECKED_ENGINE_OPTIONS]
-    return {"sglang": sglang, **dropped_trainer_options(config)}
-
-
-def dropped_trainer_options(config: PolicyConfig) -> dict[str, list[str]]:
-    """Return the options of Megatron-Core, by table, that a rehearsal on CPUs drops."""
+        return {}
     gpu_options = MEGATRON.options_with(OptionFact.GPU_ONLY)
-    return {
+    dropped_keys = {
         "megatron": [key for key in config.megatron if key in gpu_options],
         "megatron_optimizer": _dropped_adam_options(config.megatron_optimizer),
     }
+    if isinstance(config, TrainConfig):
+        unknown = [key for key in config.sglang if key not in UNCHECKED_ENGINE_OPTIONS]
+        dropped_keys = {"sglang": unknown, **dropped_keys}
+    return dropped_keys
 
 
 def _dropped_adam_options(optimizer: Mapping[str, Any]) -> list[str]:

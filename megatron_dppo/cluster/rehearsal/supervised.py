@@ -67,10 +67,7 @@ def shrink(
     config: SupervisedConfig, parallel: ParallelConfig, inputs: RehearsalInputs
 ) -> SupervisedConfig:
     """Return the rehearsal's configuration, as ``shrinking.shrink`` does for other recipes."""
-    changes = shrinking.trainer_changes(
-        config, parallel, inputs.directory, inputs.model, steps=STEPS
-    )
-    changes |= {
+    changes = shrinking.trainer_changes(config, parallel, inputs, STEPS) | {
         "training": {
             "sequences_per_step": ceil_to(max(4, parallel.data * parallel.pipeline), parallel.data),
             "micro_batch_tokens": shrinking.MICRO_BATCH_SEQUENCES * inputs.longest_prompt,
@@ -79,8 +76,8 @@ def shrink(
         "checkpoint": {"every": 1, "keep": shrinking.CHECKPOINTS},
         "tracking": {"trackers": []},
     }
-    dropped_options = shrinking.dropped_trainer_options(config)
-    values = shrinking.changed_tables(config, changes, dropped_options)
+    dropped_keys = shrinking.dropped_options(config, inputs)
+    values = shrinking.changed_tables(config, changes, dropped_keys)
     values["data"] |= {"train": inputs.train[0], "evaluation": dict(inputs.evaluation)}
     return SupervisedConfig.model_validate(values)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 
 from megatron_dppo.system.processes import is_rank_name
 
-_PROPORTIONAL_SIZE = re.compile(r"^Pss:\s+(\d+) kB", re.MULTILINE)
 MIB = 1 << 20
 
 
@@ -113,13 +110,14 @@ def usage_of(root: int) -> UsageSample:
         descendants = []
     for process in descendants:
         try:
-            size = _proportional_bytes(process.pid)
-            if size is None:
+            try:
+                size = process.memory_full_info().pss
+            except psutil.AccessDenied:
                 is_proportional = False
-                size = int(process.memory_info().rss)
+                size = process.memory_info().rss
             times = process.cpu_times()
             is_rank = is_rank_name(process.name())
-        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+        except psutil.NoSuchProcess:
             continue
         seconds = times.user + times.system
         if is_rank:
@@ -129,13 +127,3 @@ def usage_of(root: int) -> UsageSample:
             others += size
             other_seconds[process] = seconds
     return UsageSample(tuple(ranks), others, is_proportional, rank_seconds, other_seconds)
-
-
-def _proportional_bytes(pid: int) -> int | None:
-    """Return the proportional set size; None if the kernel does not show it to this user."""
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except PermissionError:
-        return None
-    match = _PROPORTIONAL_SIZE.search(text)
-    return int(match[1]) * 1024 if match else 0

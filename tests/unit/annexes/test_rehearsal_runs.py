@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megatron_dppo.cluster.known_models import KNOWN_MODELS
-from megatron_dppo.cluster.rehearsal.__main__ import main
-from megatron_dppo.cluster.rehearsal.attempts import PlannedRun, RehearsalRun, RunForm, run_planned
-from megatron_dppo.cluster.rehearsal.usage import UsageByPhase
+from megatron_dppo.cluster.rehearsal.__main__ import Rehearsal, RehearsalPhases, main
+from megatron_dppo.cluster.rehearsal.attempts import PlannedRun, RehearsalRun, RunForm
 
 PROGRAM = """
 import json, signal, sys, time
 from pathlib import Path
-folder = Path(sys.argv[1]).parent
+folder = Path(sys.argv[1]).parent / "run"
+folder.mkdir(exist_ok=True)
 metrics = folder / "metrics.jsonl"
 step = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
 signal.signal(signal.SIGINT, lambda *_: sys.exit({code}))
@@ -39,15 +39,8 @@ def runs_of(folder: Path, *, code: int = 130, pause: float = 0.0) -> list[Rehear
     """Run the program until it is stopped after its first step, and then until its third step."""
     program = PROGRAM.format(code=code, steps=3, pause=pause)
     form = RunForm((sys.executable, "-c", program), signal.SIGINT, {})
-    return run_planned(
-        STOPPED_AND_RESUMED,
-        folder / "config.yaml",
-        folder,
-        UsageByPhase(),
-        lambda label: nullcontext(),
-        last=3,
-        form=form,
-    )
+    options = argparse.Namespace(recipe="recipe.yaml", directory=folder)
+    return Rehearsal(options, RehearsalPhases(2), form).run_planned(STOPPED_AND_RESUMED, 3)
 
 
 @pytest.mark.parametrize(
