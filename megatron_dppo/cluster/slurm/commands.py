@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,8 @@ from datetime import datetime
 
 from megatron_dppo.launch.slurm_client import CLIENT_VARIABLES, SlurmError, slurm
 from megatron_dppo.system.network import mutual_addresses
+
+log = logging.getLogger(__name__)
 
 _BAD_STATES = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "UNKNOWN")
 
@@ -48,13 +51,17 @@ def _resolve(name: str) -> str:
 
 
 def bad_nodes(names: Sequence[str]) -> dict[str, str]:
-    """Return the nodes that Slurm can't use any more, with their state. Raises SlurmError."""
+    """Return the nodes that Slurm can't use any more, with their state; no nodes if Slurm does not answer."""
     states_of_bad_nodes = {}
-    for name in names:
-        # A state may have flags, as in IDLE+DRAIN.
-        state = record("node", name).get("State", "UNKNOWN")
-        if any(bad_state in state for bad_state in _BAD_STATES):
-            states_of_bad_nodes[name] = state
+    try:
+        for name in names:
+            # A state may have flags, as in IDLE+DRAIN.
+            state = record("node", name).get("State", "UNKNOWN")
+            if any(bad_state in state for bad_state in _BAD_STATES):
+                states_of_bad_nodes[name] = state
+    except SlurmError as error:
+        log.warning("%s", error)
+        return {}
     return states_of_bad_nodes
 
 

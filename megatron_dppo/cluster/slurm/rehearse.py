@@ -12,7 +12,6 @@ import io
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.cluster.rehearsal import paths
@@ -25,7 +24,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.placement import Allocation, Host, place
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.stops import StopRequests
-from megatron_dppo.logging import LOGS_FOLDER, configure_logging
+from megatron_dppo.logging import configure_logging
 from megatron_dppo.system.secret_variables import hide_secrets
 
 MODULE = "megatron_dppo.cluster.rehearsal"
@@ -58,48 +57,28 @@ def rehearse_in_job(recipe: str, site_file: str | None, called: str) -> int:
         configure_logging(directory.path, None)
         form = site.form(str(Path.cwd()), server=False)
         steps = Steps(directory, form, site.container.interpreter, StopRequests({}))
-        device = "gpu" if job.gpus else "cpu"
-        setup = _RehearsalSetup(config, Path(recipe), steps, device, called)
         hosts = tuple(dict.fromkeys((*placement.rank_hosts, *placement.server_hosts)))
-        if code := setup.run(hosts):
+        look_for_paths = [steps.python, "-m", paths.MODULE, *needed_paths(config)]
+        if code := _run_step(steps, "paths", look_for_paths, hosts):
+            return code
+        device = "gpu" if job.gpus else "cpu"
+        folder = f"--directory={directory.path}"
+        words = [recipe, folder, f"--on-nodes={device}", f"--called={called}"]
+        # Make the rehearsal's files on the first host.
+        prepare = [steps.python, "-u", "-m", MODULE, *words]
+        if code := _run_step(steps, "prepare", prepare, hosts[:1]):
             return code
         form_of_runs = _supervised(Path(recipe), path_of_site)
-        return prepared_rehearsal(setup.words, form_of_runs).run_prepared()
+        return prepared_rehearsal(words, form_of_runs).run_prepared()
 
 
-@dataclass(frozen=True)
-class _RehearsalSetup:
-    """The steps of a rehearsal before its runs. ``device``: ``gpu`` if the nodes have GPUs, else ``cpu``."""
-
-    config: TrainConfig
-    recipe: Path
-    steps: Steps
-    device: str
-    called: str
-
-    @property
-    def words(self) -> list[str]:
-        """The arguments of ``megatron-dppo rehearse``."""
-        folder = f"--directory={self.recipe.parent}"
-        return [str(self.recipe), folder, f"--on-nodes={self.device}", f"--called={self.called}"]
-
-    def run(self, hosts: Sequence[Host]) -> int:
-        """Look for the recipe's files on ``hosts``, make the rehearsal's files on the first host, and return the exit
-        code.
-        """
-        python = self.steps.python
-        look_for_paths = [python, "-m", paths.MODULE, *needed_paths(self.config)]
-        if code := self._step("paths", look_for_paths, hosts):
-            return code
-        prepare = [python, "-u", "-m", MODULE, *self.words]
-        return self._step("prepare", prepare, hosts[:1])
-
-    def _step(self, name: str, command: Sequence[str], hosts: Sequence[Host]) -> int:
-        output = self.recipe.parent / LOGS_FOLDER / f"{name}.out"
-        code = self.steps.run(name, command, hosts, output, tolerant=True, needs_keys=True)
-        if output.is_file():
-            print(output.read_text(errors="replace"), end="", flush=True)
-        return FAILED if code is None else code
+def _run_step(steps: Steps, name: str, command: Sequence[str], hosts: Sequence[Host]) -> int:
+    """Run ``command`` on each of ``hosts``, print its output and return the exit code."""
+    output = steps.directory.logs / f"{name}.out"
+    code = steps.run(name, command, hosts, output, tolerant=True, needs_keys=True)
+    if output.is_file():
+        print(output.read_text(errors="replace"), end="", flush=True)
+    return FAILED if code is None else code
 
 
 def _supervised(recipe: Path, site: Path | None) -> RunForm:

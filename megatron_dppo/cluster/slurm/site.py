@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -59,41 +58,6 @@ class ContainerConfig(Section):
                 folders.append(Path(outside))
         return folders
 
-    def form(
-        self, folder: str, *, server: bool, flags: Sequence[str] = (), prologue: str = ""
-    ) -> StepForm:
-        """Return the form of the steps that run in this container.
-
-        Args:
-            folder: the working directory, outside and inside.
-            server: whether a step runs a server or the router. These use ``server_image`` if it is set.
-            flags: further flags of srun.
-            prologue: shell lines that run before the command.
-        """
-        if self.kind == "none":
-            return StepForm(tuple(flags), prologue_words(prologue))
-        image = self.image or ""
-        if server and self.server_image:
-            image = self.server_image
-        mounts = [f"{folder}:{folder}", *self.mounts]
-        form = _FORMS[self.kind](image, mounts, folder, flags)
-        return replace(form, prefix=(*prologue_words(prologue), *form.prefix))
-
-
-def _pyxis(image: str, mounts: list[str], folder: str, flags: Sequence[str]) -> StepForm:
-    container_flags = (
-        f"--container-image={image}",
-        f"--container-mounts={','.join(mounts)}",
-        f"--container-workdir={folder}",
-        "--no-container-mount-home",
-    )
-    return StepForm((*flags, *container_flags))
-
-
-def _apptainer(image: str, mounts: list[str], folder: str, flags: Sequence[str]) -> StepForm:
-    binds = tuple(f"--bind={mount}" for mount in mounts)
-    return StepForm(tuple(flags), ("apptainer", "exec", "--nv", f"--pwd={folder}", *binds, image))
-
 
 def prologue_words(lines: str) -> tuple[str, ...]:
     """Return the words before a command that make a shell run ``lines`` first; none without lines.
@@ -108,9 +72,6 @@ def prologue_words(lines: str) -> tuple[str, ...]:
         f'{{\n{lines.strip()}\n}} </dev/null\ntrap - ERR\nexec "$@"'
     )
     return ("bash", "--login", "-c", script, "prologue")
-
-
-_FORMS = {"pyxis": _pyxis, "apptainer": _apptainer}
 
 
 class SiteConfig(Section):
@@ -203,10 +164,30 @@ class SiteConfig(Section):
         return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
     def form(self, folder: str, *, server: bool) -> StepForm:
-        """Return the form of steps in ``folder``. ``server``: whether they run servers and router instead of ranks."""
-        return self.container.form(
-            folder, server=server, flags=self.srun_flags, prologue=self.prologue
-        )
+        """Return the form of steps in ``folder``, outside and inside of the container.
+
+        ``server``: whether they run servers and router (``server_image``) instead of ranks.
+        """
+        container = self.container
+        flags = tuple(self.srun_flags)
+        prologue = prologue_words(self.prologue)
+        if container.kind == "none":
+            return StepForm(flags, prologue)
+        image = container.image or ""
+        if server and container.server_image:
+            image = container.server_image
+        mounts = [f"{folder}:{folder}", *container.mounts]
+        if container.kind == "pyxis":
+            container_flags = (
+                f"--container-image={image}",
+                f"--container-mounts={','.join(mounts)}",
+                f"--container-workdir={folder}",
+                "--no-container-mount-home",
+            )
+            return StepForm((*flags, *container_flags), prologue)
+        binds = [f"--bind={mount}" for mount in mounts]
+        apptainer = ("apptainer", "exec", "--nv", f"--pwd={folder}", *binds, image)
+        return StepForm(flags, (*prologue, *apptainer))
 
     def devices(self, environment: Mapping[str, str]) -> int:
         """Return a node's number of devices: in the job that ``environment`` describes, or as configured.

@@ -586,7 +586,7 @@ def follow(directory: Path, job: str) -> int:
         has_ended = job_state(directory, []).state in (None, *_ENDED_STATES)
         time.sleep(_FOLLOW_EVERY_S)
     try:
-        result = json.loads((directory / RESULT).read_text(encoding="utf-8"))
+        result = json.loads((directory / RESULT).read_bytes())
     except OSError:
         result = {"passed": False}
     return 0 if result["passed"] else 1

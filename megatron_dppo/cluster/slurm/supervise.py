@@ -152,15 +152,6 @@ def deadlines(ends: float | None, margin_s: float) -> dict[Stop, float]:
     return {TIME: ends - margin_s, OVERTIME: ends - min(_END_S, margin_s / 3)}
 
 
-def bad_nodes(names: Sequence[str]) -> dict[str, str]:
-    """Return the nodes that Slurm can't use any more, with their state; no nodes if Slurm does not answer."""
-    try:
-        return commands.bad_nodes(names)
-    except SlurmError as error:
-        log.warning("%s", error)
-        return {}
-
-
 class Spares:
     """Hosts without a role. A spare replaces a host of servers if the host's node dies.
 
@@ -170,7 +161,7 @@ class Spares:
     def __init__(
         self,
         hosts: Sequence[Host],
-        states_of_bad_nodes: Callable[[Sequence[str]], dict[str, str]] = bad_nodes,
+        states_of_bad_nodes: Callable[[Sequence[str]], dict[str, str]] = commands.bad_nodes,
     ) -> None:
         self._free_hosts = list(hosts)
         self._replacements: dict[Host, Host] = {}
@@ -375,13 +366,13 @@ class Start:
             fruitless_starts=count_fruitless_starts([*earlier_attempts, ended_attempt]),
             max_failures=self.site.max_failures,
         )
-        if decision.why == "cancelled" and (lost_nodes := bad_nodes(names)):
+        if decision.why == "cancelled" and (lost_nodes := commands.bad_nodes(names)):
             states = ", ".join(f"{name} is {state}" for name, state in lost_nodes.items())
             decision = replace(decision, detail=f"by Slurm, which lost a node: {states}")
         excluded_nodes = {}
         what_follows = ""
         if decision.requeue:
-            excluded_nodes = {**bad_nodes(names), **self._unfit_nodes}
+            excluded_nodes = {**commands.bad_nodes(names), **self._unfit_nodes}
             what_follows = "; the job starts again"
         ended_attempt = replace(
             ended_attempt,
@@ -410,8 +401,14 @@ class Start:
         steps = Steps(self.directory, self._form(server=False), python, self.stops)
         self.directory.write_config(self.config)
         try:
-            self._require_environment()
-            roles = self._roles()
+            # Check this process's variables: every step receives them.
+            faults = list(allocator_faults(self.config.weight_sync.strategy, os.environ))
+            if self.job.gpus and faults:
+                raise LaunchError("; ".join(faults))
+            roles = Roles.of(self.config)
+            if self.roles_of is not None:
+                devices = self.job.hosts[0].devices
+                roles = rehearsed_roles(self.roles_of, devices, on_gpus=self.job.gpus > 0)
             placement = place(roles, Allocation(self.job.hosts, first_port))
             if self.site.preflight:
                 self._unfit_nodes = self._preflight(steps, placement)
@@ -430,11 +427,6 @@ class Start:
         refusal = steps.check(placement.ranks[0].host)
         return refusal or self._supervise(placement)
 
-    def _roles(self) -> Roles:
-        if self.roles_of is None:
-            return Roles.of(self.config)
-        return rehearsed_roles(self.roles_of, self.job.hosts[0].devices, on_gpus=self.job.gpus > 0)
-
     def _supervise(self, placement: Placement) -> Outcome:
         try:
             supervisor = self._supervisor(placement)
@@ -442,12 +434,6 @@ class Start:
             # The supervisor's HTTP endpoint can't listen on this node.
             return Outcome(1, "failed", str(error))
         return supervisor.run()
-
-    def _require_environment(self) -> None:
-        # Check this process's variables: every step receives them.
-        faults = allocator_faults(self.config.weight_sync.strategy, os.environ)
-        if self.job.gpus and (text := "; ".join(faults)):
-            raise LaunchError(text)
 
     def _preflight(self, steps: Steps, placement: Placement) -> dict[str, str]:
         gpus = 0
@@ -497,7 +483,7 @@ class Start:
 
 def _lost_nodes(names: Sequence[str]) -> str | None:
     """Return the nodes that Slurm can't use any more, in words; None if Slurm can use all nodes."""
-    states = [f"node {name} is {state}" for name, state in bad_nodes(names).items()]
+    states = [f"node {name} is {state}" for name, state in commands.bad_nodes(names).items()]
     return ", ".join(states) or None
 
 

@@ -59,7 +59,8 @@ def read_words(path: Path, last: str) -> list[str]:
 def test_the_step_of_the_ranks(run: RunDirectory, kind: str) -> None:
     container_config = container(kind)
     python = "/env/bin/python" if kind == "none" else container_config.interpreter
-    form = container_config.form("/here", server=False, flags=["--gres=none"])
+    site = SiteConfig(container=container_config, srun_flags=["--gres=none"])
+    form = site.form("/here", server=False)
     command = rank_command("megatron_dppo.train", run, python)
     SrunRanks(command, run, place(Roles(16), Allocation(HOSTS, 21000)), form, {}).start()
     program = f"{python} -m megatron_dppo.train {run.config}"
@@ -76,7 +77,8 @@ def test_the_step_of_the_ranks(run: RunDirectory, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["none", "pyxis", "apptainer"])
 def test_the_step_of_a_server_with_a_python_of_its_own(run: RunDirectory, kind: str) -> None:
     log = run.server_log("engine0", 1)
-    launcher = SrunLauncher(HOSTS[1:], "server", container(kind).form("/here", server=True))
+    form = SiteConfig(container=container(kind)).form("/here", server=True)
+    launcher = SrunLauncher(HOSTS[1:], "server", form)
     config = run_config(run.path)
     server = EngineProcess(
         config,

@@ -495,24 +495,25 @@ def test_a_number_of_devices_that_no_node_has_is_refused(value):
 
 
 def test_containers():
-    pyxis = SiteConfig.model_validate(
+    site = SiteConfig.model_validate(
         {
+            "srun_flags": ["--x"],
             "container": {
                 "kind": "pyxis",
                 "image": "a",
                 "server_image": "b",
                 "mounts": ["/data:/data"],
-            }
+            },
         }
-    ).container
-    form = pyxis.form("/here", server=True, flags=["--x"])
+    )
+    form = site.form("/here", server=True)
     assert form.prefix == ()
     assert form.flags == (
         "--x", "--container-image=b", "--container-mounts=/here:/here,/data:/data",
         "--container-workdir=/here", "--no-container-mount-home",
     )  # fmt: skip
-    apptainer = pyxis.model_copy(update={"kind": "apptainer", "server_image": None})
-    assert apptainer.form("/here", server=True).prefix == (
+    apptainer = site.container.model_copy(update={"kind": "apptainer", "server_image": None})
+    assert SiteConfig(container=apptainer).form("/here", server=True).prefix == (
         "apptainer", "exec", "--nv", "--pwd=/here", "--bind=/here:/here", "--bind=/data:/data", "a",
     )  # fmt: skip
 
