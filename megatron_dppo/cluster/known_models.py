@@ -77,5 +77,5 @@ def _first_of(*folders: Path) -> KnownModel | None:
         file = folder / "config.json"
         if file.is_file():
             shape = load_model_shape(folder)
-            return KnownModel(json.loads(file.read_text(encoding="utf-8")), shape)
+            return KnownModel(json.loads(file.read_bytes()), shape)
     return None

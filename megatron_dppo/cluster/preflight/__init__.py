@@ -26,6 +26,7 @@ from megatron_dppo.cluster.preflight.evidence import (
     Check,
     CheckError,
     Evidence,
+    EvidenceByHost,
     Finding,
     Meeting,
     Needs,
@@ -92,7 +93,7 @@ def judge(
     return sorted(findings)
 
 
-def _errors(name: str, entries: Mapping[str, Evidence]) -> Iterator[Finding]:
+def _errors(name: str, entries: EvidenceByHost) -> Iterator[Finding]:
     for host, entry in entries.items():
         if "error" in entry:
             yield Finding(host, name.replace("_", " "), entry["error"], "an answer")

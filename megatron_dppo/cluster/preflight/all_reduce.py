@@ -19,7 +19,7 @@ from typing import Any
 from megatron_dppo.cluster.preflight.evidence import (
     EVERYWHERE,
     CheckError,
-    Evidence,
+    EvidenceByHost,
     Finding,
     Needs,
     Site,
@@ -62,7 +62,10 @@ def collect_all_reduce(site: Site) -> dict[str, Any]:
     if meeting.host == hosts[0]:
         address = network["interfaces"][interface]
         meeting.write(_MASTER, {"address": address, "port": free_port("0.0.0.0")})
-    master = _master(site, hosts[0])
+    masters = meeting.wait_until(_MASTER, lambda contents: hosts[0] in contents)
+    if hosts[0] not in masters:
+        raise CheckError(f"{hosts[0]} has not written where the processes meet")
+    master = masters[hosts[0]]
     environment = os.environ | {
         "MASTER_ADDR": master["address"],
         "MASTER_PORT": str(master["port"]),
@@ -75,14 +78,6 @@ def collect_all_reduce(site: Site) -> dict[str, Any]:
     }
     first_rank = hosts.index(meeting.host) * process_count
     return {"interface": interface} | _run_processes(environment, first_rank, process_count)
-
-
-def _master(site: Site, first_host: str) -> dict[str, Any]:
-    """Wait until the first node has written the address and port of rank 0, and return them."""
-    masters = site.meeting.wait_until(_MASTER, lambda contents: first_host in contents)
-    if first_host not in masters:
-        raise CheckError(f"{first_host} has not written where the processes meet")
-    return masters[first_host]
 
 
 def _run_processes(environment: Mapping[str, str], first_rank: int, count: int) -> dict[str, Any]:
@@ -125,7 +120,7 @@ def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int | None:
         time.sleep(_POLL_S)
 
 
-def judge_all_reduce(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+def judge_all_reduce(evidence: EvidenceByHost, needs: Needs) -> Iterator[Finding]:
     """Report a failed all-reduce, and nodes whose bandwidth among GPUs is far below the median of all nodes."""
     reasons = {host: entry["failed"] for host, entry in evidence.items() if "failed" in entry}
     is_everywhere = len(reasons) == len(evidence)

@@ -34,10 +34,9 @@ from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 from megatron_dppo.system.scratch import SHARED_MEMORY
 
-_GIB = 2**30
-_SHM_BYTES = _GIB // 4
+_SHM_BYTES = GIB // 4
 """Shared memory for rings and queues of NCCL, gloo and SGLang; a container's default of 64 MiB is too small."""
-_SPARE_BYTES = _GIB
+_SPARE_BYTES = GIB
 """Free bytes of disk and memory that every run needs in addition to the model's bytes."""
 _DISTRIBUTION = "megatron-dppo"
 
@@ -128,6 +127,8 @@ def _pins(extra: str) -> tuple[str, ...]:
 
 Evidence = Mapping[str, Any]
 """The values that one check collected on one node. If the check failed, the only key is ``error``, with the reason."""
+EvidenceByHost = Mapping[str, Evidence]
+"""The evidence of one check, by host."""
 EVERYWHERE = "*"
 """Host of a finding that no single node causes, so that leaving out nodes would not help."""
 _POLL_S = 0.05
@@ -182,7 +183,7 @@ class Check:
     """
 
     collect: Callable[[Site], dict[str, Any]]
-    judge: Callable[[Mapping[str, Evidence], Needs], Iterable[Finding]]
+    judge: Callable[[EvidenceByHost, Needs], Iterable[Finding]]
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ class Meeting:
         """Return what the nodes have written on the topic so far, by host."""
         folder = self.folder / "meeting" / topic
         # List the folder before reading: on NFS, listing refreshes this node's cache of the names.
-        return {host: json.loads((folder / host).read_text()) for host in self._hosts(topic)}
+        return {host: json.loads((folder / host).read_bytes()) for host in self._hosts(topic)}
 
     def is_first(self, name: str) -> bool:
         """Create the file ``name`` exclusively; return whether this node is the first to create it."""
@@ -256,7 +257,7 @@ def read_evidence(folder: Path, hosts: Iterable[str]) -> dict[str, dict[str, Evi
     for host in hosts:
         path = folder / f"{host}.json"
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_bytes())
         except FileNotFoundError:
             continue
         except ValueError as error:

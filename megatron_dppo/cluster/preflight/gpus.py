@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_dppo.cluster.preflight.evidence import (
     CheckError,
-    Evidence,
+    EvidenceByHost,
     Finding,
     Needs,
     outlier_findings,
@@ -76,7 +76,7 @@ def gpus_of_driver(folder: Path) -> list[dict[str, Any]]:
     return [{"name": model or None, "driver": driver} for model in models]
 
 
-def judge_gpus(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+def judge_gpus(evidence: EvidenceByHost, needs: Needs) -> Iterator[Finding]:
     """Report too few GPUs, different kinds or drivers, used memory and memory errors."""
     if not needs.gpus:
         return

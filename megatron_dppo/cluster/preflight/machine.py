@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from megatron_dppo.cluster.preflight.evidence import (
     EVERYWHERE,
     CheckError,
-    Evidence,
+    EvidenceByHost,
     Finding,
     Needs,
     Site,
@@ -57,7 +57,7 @@ def collect_host(site: Site) -> dict[str, Any]:
     }
 
 
-def judge_host(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+def judge_host(evidence: EvidenceByHost, needs: Needs) -> Iterator[Finding]:
     """Report a host name that resolves to no address or only to loopback, unless there is only one node."""
     if len(evidence) < 2:
         return
@@ -76,7 +76,7 @@ def collect_memory(site: Site) -> dict[str, Any]:
     return {"total": memory.total, "available": memory.available, "shm_free": shm_free}
 
 
-def judge_memory(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+def judge_memory(evidence: EvidenceByHost, needs: Needs) -> Iterator[Finding]:
     """Report too little available memory, and too little shared memory."""
     available = _by_host(evidence, "available")
     shm = _by_host(evidence, "shm_free")
@@ -97,7 +97,7 @@ def collect_disk(site: Site) -> dict[str, Any]:
     }
 
 
-def judge_disk(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+def judge_disk(evidence: EvidenceByHost, needs: Needs) -> Iterator[Finding]:
     """Report too little free space in the run directory and in a node's folder for temporary files."""
     free = _by_host(evidence, "run_directory_free")
     yield from too_little(f"free space in {needs.run_directory}", free, needs.disk_bytes, "GiB")
@@ -114,7 +114,7 @@ def collect_open_files(site: Site) -> dict[str, Any]:
     return {"soft": soft, "hard": hard}
 
 
-def judge_open_files(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+def judge_open_files(evidence: EvidenceByHost, needs: Needs) -> Iterator[Finding]:
     """Report a soft limit that is too low. The hard limit does not matter: a run does not raise its soft limit."""
     soft = _by_host(evidence, "soft")
     yield from too_little("open files (ulimit -n)", soft, needs.open_files, "files")
@@ -129,7 +129,7 @@ def collect_ports(site: Site) -> dict[str, Any]:
     }
 
 
-def judge_ports(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+def judge_ports(evidence: EvidenceByHost, needs: Needs) -> Iterator[Finding]:
     """Report ports of the run that other processes use."""
     for host, entry in evidence.items():
         for port in entry["taken"]:
@@ -144,7 +144,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _by_host(evidence: Mapping[str, Evidence], key: str) -> dict[str, int]:
+def _by_host(evidence: EvidenceByHost, key: str) -> dict[str, int]:
     return {host: entry[key] for host, entry in evidence.items()}
 
 
@@ -179,7 +179,7 @@ def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     return {"python": python, **json.loads(output)}
 
 
-def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+def judge_pythons(evidence: EvidenceByHost, needs: Needs) -> Iterator[Finding]:
     """Report faults of the Python environments.
 
     - A package does not have its pinned version, or not the same version on all nodes.
@@ -217,7 +217,7 @@ def _judge_pin(
         yield Finding(host, subject, version, specifier)
 
 
-def _judge_triton_tools(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+def _judge_triton_tools(evidence: EvidenceByHost) -> Iterator[Finding]:
     expectation = "there: Triton compiles each kernel's launcher in C"
     for host, roles in evidence.items():
         for role, inspection in roles.items():
@@ -226,7 +226,7 @@ def _judge_triton_tools(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
                 yield Finding(host, f"{role}'s {missing_tools}", "not there", expectation)
 
 
-def _judge_transformer_engine(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+def _judge_transformer_engine(evidence: EvidenceByHost) -> Iterator[Finding]:
     """Report an installation of Transformer Engine without its extension, in the trainer's and the engine's Python."""
     for host, roles in evidence.items():
         for role, inspection in roles.items():
@@ -237,7 +237,7 @@ def _judge_transformer_engine(evidence: Mapping[str, Evidence]) -> Iterator[Find
                 )
 
 
-def _judge_cudnn(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+def _judge_cudnn(evidence: EvidenceByHost) -> Iterator[Finding]:
     """Report nodes on which Transformer Engine would load another cuDNN than torch: the first attention would fail."""
     for host, roles in evidence.items():
         cudnn = roles["trainer"].get("cudnn", {})
@@ -248,7 +248,7 @@ def _judge_cudnn(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
             yield Finding(host, "trainer's cuDNN", f"{version} in {cudnn['library']}", expectation)
 
 
-def _judge_nccl(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+def _judge_nccl(evidence: EvidenceByHost) -> Iterator[Finding]:
     """Report versions of NCCL that differ between trainer and engine, or between nodes."""
     pairs: dict[str, tuple[Any, Any]] = {}
     unequal_pairs: dict[str, tuple[Any, Any]] = {}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import permutations
 from typing import Any
 
 import psutil
 
-from megatron_dppo.cluster.preflight.evidence import Evidence, Finding, Needs, Site, culprits
+from megatron_dppo.cluster.preflight.evidence import EvidenceByHost, Finding, Needs, Site, culprits
 
 _LISTENING, _CONNECTED = "listening", "connected"
 _CONNECT_S = 3.0
@@ -80,7 +80,7 @@ def _connects(address: str, port: int) -> bool:
     return True
 
 
-def judge_network(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+def judge_network(evidence: EvidenceByHost, needs: Needs) -> Iterator[Finding]:
     """Report the nodes to blame for the pairs of nodes without a connection (``culprits``)."""
     broken_pairs: set[frozenset[str]] = set()
     for host, other_host in permutations(evidence, 2):
@@ -91,7 +91,7 @@ def judge_network(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
         yield Finding(host, "network", observation, "a connection with each")
 
 
-def reachable_interface(evidence: Mapping[str, Evidence], host: str) -> str | None:
+def reachable_interface(evidence: EvidenceByHost, host: str) -> str | None:
     """Return the interface of ``host`` that most other nodes reach.
 
     If no other node reaches ``host``, the result is the first interface of ``host``, or None without interfaces.

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_dppo.cluster.preflight.evidence import (
     EVERYWHERE,
-    Evidence,
+    EvidenceByHost,
     Finding,
     Needs,
     Site,
@@ -54,7 +54,7 @@ def _canary(host: str, age: str) -> dict[str, str]:
     return {"host": host, "age": age}
 
 
-def judge_shared_folder(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+def judge_shared_folder(evidence: EvidenceByHost, needs: Needs) -> Iterator[Finding]:
     """Report nodes that do not see each other's new files, and an exclusive creation without exactly one winner.
 
     In a faulty pair, one node did not see the other's new file. ``culprits`` selects the nodes to blame for the pairs.

@@ -11,7 +11,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.cluster.preflight.evidence import CheckError, Evidence, Finding, Needs, Site
+from megatron_dppo.cluster.preflight.evidence import (
+    CheckError,
+    Evidence,
+    EvidenceByHost,
+    Finding,
+    Needs,
+    Site,
+)
 from megatron_dppo.cluster.preflight.machine import inspect_python
 from megatron_dppo.config import TrainConfig
 from megatron_dppo.config.machine import Machine
@@ -121,7 +128,7 @@ def _compile(home: Path, environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def judge_toolkit(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+def judge_toolkit(evidence: EvidenceByHost, needs: Needs) -> Iterator[Finding]:
     """Report a driver or toolkit that does not fit torch's CUDA version, a failed compilation, and missing ninja."""
     for host, entry in evidence.items():
         if "skipped" not in entry:
