@@ -154,9 +154,7 @@ def plot_metrics(
                 continue
             has_data = True
             steps, values = map(list, zip(*points, strict=True))
-            colour = own_colour
-            if len(runs) > 1:
-                colour = RUN_COLOURS[index]
+            colour = _colour(runs, index, own_colour)
             if line.stroke == "bound":
                 # Draw the bound wide, pale and below the other lines: it stays visible if a line has equal values.
                 axes.plot(steps, values, color=colour, zorder=1, **BOUND)
@@ -193,12 +191,24 @@ def is_recorded(runs: list[RunRecords], *metrics: str) -> bool:
     return False
 
 
+def _colour(runs: list[RunRecords], index: int, own_colour: str) -> str:
+    """Return the colour of a quantity of a run: of several runs, each has its own colour for all quantities."""
+    return own_colour if len(runs) == 1 else RUN_COLOURS[index]
+
+
 def _handle(
     name: str, runs: list[RunRecords], colour: str, style: LineStyle, marker: str = ""
 ) -> Line2D:
     """Return a legend entry; it is grey if colours stand for runs."""
     shade = "#444444" if len(runs) > 1 else colour
     return Line2D([], [], color=shade, linestyle=style, marker=marker, linewidth=1.8, label=name)
+
+
+def simplify(axes: Axes, *, grid: Literal["both", "x"] = "both") -> None:
+    """Draw a pale grid below the data, and only the left and the lower edge of the axes."""
+    axes.grid(True, axis=grid, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: float = 1.6) -> None:
@@ -215,9 +225,7 @@ def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: f
     axes.xaxis.set_major_locator(
         MaxNLocator(integer=True, nbins=8, min_n_ticks=1, steps=[1, 2, 5, 10])
     )
-    axes.grid(True, color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    simplify(axes)
     if handles:
         legend = axes.legend(
             handles=_by_rows(handles, rows),
@@ -279,9 +287,7 @@ def draw_reward(axes: Axes, runs: list[RunRecords]) -> None:
         points = [(step, value) for step, value in accuracies if value is not None]
         if points:
             is_measured = True
-            colour = VERMILION
-            if len(runs) > 1:
-                colour = RUN_COLOURS[index]
+            colour = _colour(runs, index, VERMILION)
             axes.plot(*zip(*points, strict=True), "--s", color=colour, linewidth=1.6, markersize=5)
     if is_measured:
         handles.append(_handle("held-out accuracy (avg@k)", runs, VERMILION, "--", "s"))
@@ -370,9 +376,7 @@ def draw_likelihood(axes: Axes, runs: list[RunRecords]) -> None:
     handles = plot_metrics(axes, runs, in_panel("likelihood"))
     held_out_sets: set[str] = set()
     for index, run in enumerate(runs):
-        colour = VERMILION
-        if len(runs) > 1:
-            colour = RUN_COLOURS[index]
+        colour = _colour(runs, index, VERMILION)
         for name in sorted(set().union(*run.records)):
             held_out_set = metric_names.held_out_loss_set(name)
             if held_out_set is not None:
@@ -583,20 +587,17 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def write_report(directory: str | Path) -> Path:
-    """Draw the run in ``directory`` into its ``report.png``; returns that path.
-
-    One record is enough; a panel without data says "not recorded". Raises RecordsError if there is no metrics file or
-    no record in it.
-    """
-    return write_comparison([directory], Path(directory) / REPORT_FILE)
-
-
-def write_comparison(directories: Sequence[str | Path], output: str | Path) -> Path:
+def write_comparison(directories: Sequence[str | Path], output: Path | None = None) -> Path:
     """Draw several runs, at most ``len(RUN_COLOURS)``, into the PNG file ``output``; returns its path.
 
-    Raises RecordsError if a run has no metrics file or no record, and ValueError for more runs than colours.
+    Default of ``output``: ``report.png`` of the one run, or ``comparison.png`` here. One record of a run is enough; a
+    panel without data says "not recorded". Raises RecordsError if a run has no metrics file or no record, and
+    ValueError for more runs than colours.
     """
+    if output is None:
+        output = Path("comparison.png")
+        if len(directories) == 1:
+            output = Path(directories[0]) / REPORT_FILE
     if len(directories) > len(RUN_COLOURS):
         raise ValueError(
             f"{len(directories)} runs in one picture, expected at most {len(RUN_COLOURS)}: "
@@ -614,9 +615,9 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path) -> P
     title = _title(directories, infos)
     with matplotlib.rc_context(STYLE):
         figure = FigureCanvasAgg(_draw(runs, title))
-        with atomic_file(Path(output)) as file:
+        with atomic_file(output) as file:
             figure.print_png(file)
-    return Path(output)
+    return output
 
 
 def _labels(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -> list[str]:
@@ -733,13 +734,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--output", type=Path, help="PNG file (one run: DIR/report.png; several: comparison.png)"
     )
     options = parser.parse_args(arguments)
-    output = options.output
-    if output is None:
-        output = Path("comparison.png")
-        if len(options.directories) == 1:
-            output = Path(options.directories[0]) / REPORT_FILE
     try:
-        print(write_comparison(options.directories, output))
+        print(write_comparison(options.directories, options.output))
         for key, values in differing_keys(options.directories).items():
             print(f"{key}: {' | '.join(values)}")
     except (ValueError, OSError) as error:

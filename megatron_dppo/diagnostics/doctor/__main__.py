@@ -231,7 +231,7 @@ def report_parts(case: Case) -> None:
     parts.show(title, facts)
     case.write_json(parts.to_text(case.step, len(batch)))
     if options.png:
-        draw(options.png, title, parts.split, parts.results, parts.log_mu.numpy())
+        draw(options.png, title, parts)
         print(f"{options.png}: the parts, and ratio and TV against mu")
 
 

@@ -6,25 +6,66 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_dppo.block_fp8 import BlockFp8
 from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor.reference import BlocksOf, Change, Reference
 from megatron_dppo.diagnostics.doctor.rounding import float8
-from megatron_dppo.diagnostics.doctor.sampling import (
-    Sampling,
-    at_temperature,
-    first_tokens,
-    most_probable,
-    normaliser_of_first,
-    nucleus,
-)
+from megatron_dppo.diagnostics.explain.explanation import as_int64
 from megatron_dppo.model.quantization import BLOCK
+
+Sampling = Callable[[Tensor], Tensor]
+"""Logits [N, V] -> log-probabilities [N, V] of the sampled distribution; -inf for excluded tokens."""
+
+
+def at_temperature(temperature: float) -> Sampling:
+    """Return the transform softmax(logits / temperature)."""
+    return lambda logits: (logits.double() / temperature).log_softmax(-1)
+
+
+def nucleus(temperature: float, top_p: float) -> Sampling:
+    """Return the top-p transform: keep the fewest tokens whose mass is at least ``top_p``, and renormalise."""
+    return partial(_warped, warper=TopPLogitsWarper(top_p), temperature=temperature)
+
+
+def most_probable(temperature: float, count: int) -> Sampling:
+    """Return the top-k transform: keep the ``count`` most probable tokens, and renormalise."""
+    return partial(_warped, warper=TopKLogitsWarper(count), temperature=temperature)
+
+
+def _warped(logits: Tensor, warper: LogitsProcessor, temperature: float) -> Tensor:
+    # A warper reads no earlier tokens.
+    no_ids: Any = None
+    return warper(no_ids, logits.double() / temperature).log_softmax(-1)
+
+
+def normaliser_of_first(temperature: float, count: int) -> Sampling:
+    """Return a transform whose normaliser sums over the first ``count`` ids only, as if a shard were missing."""
+
+    def sampling(logits: Tensor) -> Tensor:
+        scaled_logits = logits.double() / temperature
+        return scaled_logits - scaled_logits[:, :count].logsumexp(-1, keepdim=True)
+
+    return sampling
+
+
+def first_tokens(temperature: float, count: int) -> Sampling:
+    """Return the transform that samples from the first ``count`` ids of the vocabulary only."""
+    normalise = normaliser_of_first(temperature, count)
+
+    def sampling(logits: Tensor) -> Tensor:
+        log_probs = normalise(logits)
+        log_probs[:, count:] = -torch.inf
+        return log_probs
+
+    return sampling
+
 
 TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 
@@ -313,6 +354,6 @@ def _recorded_rows(trajectory: Trajectory, layers: int, tokens: int) -> Tensor |
     """
     if "routed_experts" not in trajectory.columns:
         return None
-    rows = torch.from_numpy(trajectory.column("routed_experts").astype(np.int64))
+    rows = as_int64(trajectory.column("routed_experts"))
     rows[torch.from_numpy(~usable_rows(trajectory.loss_mask, trajectory.columns))] = -1
     return rows.roll((tokens, layers), (0, 1))

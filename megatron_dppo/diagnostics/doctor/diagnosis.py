@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from megatron_dppo.diagnostics.doctor.causes import (
     Alternative,
 )
 from megatron_dppo.diagnostics.doctor.reference import Reference
+from megatron_dppo.diagnostics.explain.explanation import as_float64, as_int64
 
 NOISE = 3e-6
 """Two float32 implementations agree if mean |p - reference| is at most this value. Measured means are below 1e-6."""
@@ -180,13 +180,12 @@ def trainer_side(batch: Sequence[Trajectory], step: int, mini_batch: int) -> Sid
 
 
 def _columns(batch: Sequence[Trajectory], indices: Sequence[int], name: str) -> tuple[Tensor, ...]:
-    # Convert to float64: the measured differences are as small as float32's rounding.
-    return tuple(torch.from_numpy(batch[i].column(name).astype(np.float64)) for i in indices)
+    return tuple(as_float64(batch[i].column(name)) for i in indices)
 
 
 def of_sampled(t: Trajectory, log_probs: Tensor) -> Tensor:
     """Return log p of the sampled tokens. It is a Reading."""
-    ids = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
+    ids = as_int64(t.response_ids)[:, None]
     return log_probs.gather(-1, ids)[:, 0]
 
 

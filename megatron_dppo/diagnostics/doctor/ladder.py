@@ -29,8 +29,18 @@ from megatron_dppo.data.balancing import plan_micro_batches
 from megatron_dppo.data.packing import pack, unpack_sampled
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.explain.__main__ import show_facts
+from megatron_dppo.diagnostics.explain.explanation import as_float64
 from megatron_dppo.diagnostics.pages import SummaryTable
-from megatron_dppo.diagnostics.report import BLUE, GREEN, ORANGE, PINK, SMALL, STYLE, VERMILION
+from megatron_dppo.diagnostics.report import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PINK,
+    SMALL,
+    STYLE,
+    VERMILION,
+    simplify,
+)
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.trainer.trainer import Trainer
@@ -181,14 +191,17 @@ def split_gap(results: Sequence[RungResult]) -> dict[str, float]:
 
 def rollout_log_probs(batch: Sequence[Trajectory]) -> Tensor:
     """Return log mu of all response tokens, in nats, float64 [tokens]."""
-    # Convert to float64 before any subtraction: |pi - mu| is as small as float32's rounding.
     log_probs = [t.column("rollout_log_probs") for t in batch]
-    return torch.from_numpy(np.concatenate(log_probs).astype(np.float64))
+    return as_float64(np.concatenate(log_probs))
+
+
+def has_recorded_routing(batch: Sequence[Trajectory]) -> bool:
+    return any("routed_experts" in t.columns for t in batch)
 
 
 def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> Trainer:
     """Build a Trainer of the run's model with the rung's weights and dtype. This process is its only rank."""
-    has_routing = any("routed_experts" in t.columns for t in batch)
+    has_routing = has_recorded_routing(batch)
     model = config.model.model_copy(
         update={"hf_checkpoint": str(rung.weights), "dtype": rung.dtype}
     )
@@ -245,7 +258,7 @@ class Parts:
         precision: bool,
     ) -> Parts:
         """Run the passes over ``batch``, responses with at least one token. See ``rungs`` for the other arguments."""
-        has_routing = any("routed_experts" in t.columns for t in batch)
+        has_routing = has_recorded_routing(batch)
         ladder = rungs(
             config.model.dtype,
             config.temperature,
@@ -327,25 +340,14 @@ GROUPS, FEWEST = 16, 50
 DARKENING = LinearSegmentedColormap.from_list("tokens", ["#9ecae1", "#08306b"])
 
 
-def draw(
-    path: Path,
-    title: str,
-    split: Mapping[str, float],
-    results: Sequence[RungResult],
-    rollout_log_probs: np.ndarray,
-) -> None:
+def draw(path: Path, title: str, parts: Parts) -> None:
     """Write the PNG: a row of bars for the parts, then two panels for each of two passes.
 
     The two passes are the first pass (nothing fixed) and the last pass in the run's dtype (all causes fixed but
     numerics). Their panels show pi / mu and |pi - mu| of every token against mu, as in Figure 2 of arXiv 2602.04879.
-
-    Args:
-        path: path of the PNG.
-        title: title of the figure.
-        split: part of the gap, by cause.
-        results: the results of all passes.
-        rollout_log_probs: log mu, [tokens].
     """
+    results = parts.results
+    log_mu = parts.log_mu.numpy()
     passes = [m for m in results if m.rung.dtype == results[0].rung.dtype]
     if len(passes) > 1:
         passes = [passes[0], passes[-1]]
@@ -354,26 +356,20 @@ def draw(
         figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
         figure.suptitle(title, fontsize=12, fontweight="bold")
         grid = figure.add_gridspec(1 + len(passes), 2, height_ratios=[1, *[2.2] * len(passes)])
-        _draw_parts(figure.add_subplot(grid[0, :]), split, results[0].gap)
+        _draw_parts(figure.add_subplot(grid[0, :]), parts.split, results[0].gap)
         rows: list[tuple[Axes, Axes]] = []
         for i in range(1, len(passes) + 1):
             rows.append((figure.add_subplot(grid[i, 0]), figure.add_subplot(grid[i, 1])))
         for (left_axes, right_axes), result in zip(rows, passes, strict=True):
             log_pi = result.log_probs.numpy()
-            _draw_ratio(left_axes, rollout_log_probs, log_pi, _name(result, results))
-            _draw_gap(right_axes, rollout_log_probs, log_pi, result.gap)
+            name = result.rung.fixes if result is results[0] else "all but numerics fixed"
+            _draw_ratio(left_axes, log_mu, log_pi, name)
+            _draw_gap(right_axes, log_mu, log_pi, result.gap)
         gap_panels = [right_axes for _, right_axes in rows]
         limits = [axes.get_ylim() for axes in gap_panels]
         for axes in gap_panels:
             axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
         FigureCanvasAgg(figure).print_png(path)
-
-
-def _name(result: RungResult, results: Sequence[RungResult]) -> str:
-    """Return the name of a pass in the titles of its panels."""
-    if result is results[0]:
-        return result.rung.fixes
-    return "all but numerics fixed"
 
 
 def _draw_parts(axes: Axes, split: Mapping[str, float], total: float) -> None:
@@ -394,9 +390,7 @@ def _draw_parts(axes: Axes, split: Mapping[str, float], total: float) -> None:
     axes.set_xlim(min(0, low), 1.18 * max(total, high / 1.05))
     axes.set_xlabel("mean |pi - mu| left")
     axes.set_title("What the gap is made of", loc="left", fontweight="bold")
-    axes.grid(True, axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    simplify(axes, grid="x")
 
 
 def _draw_ratio(axes: Axes, log_mu: np.ndarray, log_pi: np.ndarray, name: str) -> None:
@@ -464,6 +458,4 @@ def _finish(axes: Axes, title: str, unit: str) -> None:
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel("mu, the engine's probability of the token")
     axes.set_ylabel(unit)
-    axes.grid(True, color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    simplify(axes)

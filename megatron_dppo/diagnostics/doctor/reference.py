@@ -23,7 +23,7 @@ from megatron_dppo.block_fp8 import BlockFp8, dequantize, quantize
 from megatron_dppo.convert.streaming import megatron_to_hf
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor.rounding import activations_in_block_fp8, bfloat16
-from megatron_dppo.diagnostics.explain.explanation import Policy
+from megatron_dppo.diagnostics.explain.explanation import Policy, as_int64
 from megatron_dppo.model.quantization import is_quantized
 
 BlocksOf = Callable[[str, int, BlockFp8], BlockFp8]
@@ -101,7 +101,7 @@ class Reference(Policy):
         # Pad with id 0 at the end: attention is causal, so no real position sees the padding.
         ids = torch.zeros(len(branches), max(b.length for b in branches), dtype=torch.int64)
         for row, b in zip(ids, branches, strict=True):
-            row[: b.length] = torch.from_numpy(b.token_ids.astype(np.int64))
+            row[: b.length] = as_int64(b.token_ids)
         if self._rows_of is not None:
             self._rows = self._rows_in(ids.shape, branches)
         if self._cached_by is None:

@@ -24,12 +24,16 @@ from megatron_dppo.diagnostics.doctor import (
     sampling_evidence,
     teachers,
 )
-from megatron_dppo.diagnostics.doctor.causes import Alternative, SampledRun
+from megatron_dppo.diagnostics.doctor.causes import Alternative, SampledRun, at_temperature
 from megatron_dppo.diagnostics.doctor.diagnosis import Diagnosis, Reading, Side, TokenEvidence
 from megatron_dppo.diagnostics.doctor.engine_tensors import RankTensors, TensorFault, tensor_faults
-from megatron_dppo.diagnostics.doctor.ladder import Rung, log_probs_of, trainer_of
+from megatron_dppo.diagnostics.doctor.ladder import (
+    Rung,
+    has_recorded_routing,
+    log_probs_of,
+    trainer_of,
+)
 from megatron_dppo.diagnostics.doctor.reference import KnownWeights, Reference
-from megatron_dppo.diagnostics.doctor.sampling import at_temperature
 from megatron_dppo.diagnostics.doctor.sampling_evidence import Draws
 from megatron_dppo.diagnostics.explain.explanation import TokenTexts
 from megatron_dppo.diagnostics.pages import ResponseText, SummaryTable, TokenSpan, render_page
@@ -190,6 +194,8 @@ class Doctor:
         )
         self._weights = weights
         self._reading = reading
+        self._dtype = getattr(torch, config.model.dtype)
+        self._sampling = at_temperature(config.temperature)
         self._scores: dict[tuple[int, bool], Scores] = {}
         self._unexamined: dict[str, str] = {}
 
@@ -198,6 +204,7 @@ class Doctor:
 
         ``servers``: the tensors that the servers held. They are compared with the weights of the server's version.
         """
+        config = self._config
         diagnoses, draws = self.diagnose(step)
         facts: list[str] = []
         faults: list[TensorFault] = []
@@ -212,17 +219,17 @@ class Doctor:
                 facts.append(f"{server.url} held the tensors of version {server.version}")
         prompt_faults: list[str] = []
         try:
-            data = RunData(self._config)
+            data = RunData(config)
             origin = data.origin()
         except (DataError, OSError) as error:
             self._unexamined["prompts"] = str(error)
-            if self._config.distillation.teachers:
+            if config.distillation.teachers:
                 self._unexamined["teachers"] = str(error)
         else:
             prompt_faults = sampling_evidence.prompt_faults(self._batch, origin)
             if origin.makes_prompts:
                 self._unexamined["prompts"] = "the environment makes them"
-            if self._config.distillation.teachers:
+            if config.distillation.teachers:
                 diagnoses += self._diagnose_teachers(data, facts)
         return DoctorReport(
             batch=self._batch,
@@ -230,9 +237,9 @@ class Doctor:
             draws=draws,
             prompt_faults=prompt_faults,
             tensor_faults=faults,
-            texts=TokenTexts(load_tokenizer(self._config.model.hf_checkpoint)),
+            texts=TokenTexts(load_tokenizer(config.model.hf_checkpoint)),
             facts=[
-                f"{self._config.model.dtype}, temperature {self._config.temperature:g}",
+                f"{config.model.dtype}, temperature {config.temperature:g}",
                 *self._concentration(),
                 *facts,
             ],
@@ -246,10 +253,9 @@ class Doctor:
         version = int(server.version)
         folder = self._weights.folder(version)
         shape = ModelSpec.read(self._config).shape
-        dtype = getattr(torch, self._config.model.dtype)
         faults: list[TensorFault] = []
         for rank in range(len(server.ranks)):
-            own = RankTensors(server, rank, folder, shape, dtype)
+            own = RankTensors(server, rank, folder, shape, self._dtype)
             faults += tensor_faults(
                 server, rank, own, partial(self._near_tensors, server, rank, shape)
             )
@@ -267,8 +273,7 @@ class Doctor:
             version = int(server.version) + offset
             if version in self._weights.folders:
                 folder = self._weights.folder(version)
-                dtype = getattr(torch, self._config.model.dtype)
-                others[version] = RankTensors(server, rank, folder, shape, dtype)
+                others[version] = RankTensors(server, rank, folder, shape, self._dtype)
         return others
 
     def _diagnose_teachers(self, data: RunData, facts: list[str]) -> list[Diagnosis]:
@@ -383,13 +388,10 @@ class Doctor:
         alternatives = list(scores.alternatives)
         for name, shift in causes.SHIFTS:
             by_name[name] = [log_p.roll(shift) for log_p in plain]
-            alternatives.append(
-                Alternative("tokens", name, at_temperature(self._config.temperature))
-            )
+            alternatives.append(Alternative("tokens", name, self._sampling))
         if side.name == "trainer" and self._config.router_replay and causes.RECORDED in by_name:
             # The trainer must use the experts that the engine recorded, even if the engine chose wrong experts.
-            sampling = at_temperature(self._config.temperature)
-            alternatives.append(Alternative("routing", causes.NATURAL, sampling))
+            alternatives.append(Alternative("routing", causes.NATURAL, self._sampling))
             plain, by_name = diagnosis.with_recorded_experts(plain, by_name)
             # The recorded experts are the reference now, so they are no alternative.
             alternatives = [c for c in alternatives if c.name in by_name]
@@ -477,10 +479,8 @@ class Doctor:
         key = version, every
         if key not in self._scores:
             reference = self._weights.reference(version)
-            is_recorded = bool(reference.gates) and any(
-                "routed_experts" in t.columns for t in self._batch
-            )
-            plain = Alternative("", "", at_temperature(self._config.temperature))
+            is_recorded = bool(reference.gates) and has_recorded_routing(self._batch)
+            plain = Alternative("", "", self._sampling)
             alternatives = causes.alternatives(self._run, reference, is_recorded=is_recorded)
             near_versions = [version + offset for offset in NEAR_OFFSETS]
             near_versions = [v for v in near_versions if v in self._weights.folders]
@@ -551,7 +551,7 @@ class Doctor:
         gap = diagnosis.gap(log_pi.exp(), diagnosis.joined(plain).exp())
         if gap > side_diagnosis.bound:
             return side_diagnosis
-        cause = Alternative("layout", LAYOUT, at_temperature(config.temperature))
+        cause = Alternative("layout", LAYOUT, self._sampling)
         tokens = [replace(token, with_cause=None) for token in side_diagnosis.tokens]
         gaps = {LAYOUT: gap, **side_diagnosis.gaps}
         return replace(side_diagnosis, cause=cause, gaps=gaps, tokens=tokens)

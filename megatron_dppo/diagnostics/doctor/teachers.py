@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.diagnostics.doctor.diagnosis import Side
+from megatron_dppo.diagnostics.explain.explanation import as_float64, as_int64
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.fleet.endpoint import record_of_command
@@ -75,7 +76,7 @@ class TeacherCase:
             return None
         masses: list[np.ndarray] = []
         for t in self.batch:
-            log_probs = torch.from_numpy(t.column(TOPK_LOG_PROBS).astype(np.float64))
+            log_probs = as_float64(t.column(TOPK_LOG_PROBS))
             masses.append(_mass(t, log_probs).numpy())
         return self._side(f"{self.name}, Top-K", masses)
 
@@ -85,7 +86,7 @@ class TeacherCase:
         return f"teacher {self.teacher.name}"
 
     def _side(self, name: str, scores: Sequence[np.ndarray]) -> Side:
-        log_probs = tuple(torch.from_numpy(row.astype(np.float64)) for row in scores)
+        log_probs = tuple(as_float64(row) for row in scores)
         return Side(name, 0, tuple(range(len(self.batch))), log_probs)
 
     def _urls(self, unexamined: dict[str, str]) -> list[str]:
@@ -112,7 +113,7 @@ class TeacherCase:
 
 def reference_topk_mass(t: Trajectory, log_probs: Tensor) -> Tensor:
     """Return log of the reference's mass on the ids of the saved Top-K. It is a Reading."""
-    ids = torch.from_numpy(t.column(TOPK_IDS).astype(np.int64))
+    ids = as_int64(t.column(TOPK_IDS))
     return _mass(t, log_probs.gather(-1, ids.clamp(min=0)))
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,15 +98,10 @@ def explain(options: argparse.Namespace) -> None:
     algorithm = build_algorithm(*chosen_algorithm(options, config.algorithm))
     batch = load_batch(options.run / ROLLOUTS_FOLDER, step)
     useful_positions, skip_line = useful_responses(batch, config.algorithm)
-    limit = options.limit or len(useful_positions)
-    mini_batch_size = config.mini_batch_responses
     if options.policy is None:
-        responses, source = as_trained(
-            options, config, step, algorithm, batch, useful_positions, limit, mini_batch_size
-        )
+        responses, source = as_trained(options, config, step, algorithm, batch, useful_positions)
     else:
-        mini_batches = {i: i // mini_batch_size + 1 for i in useful_positions[:limit]}
-        responses = under_policy(options, config.temperature, algorithm, batch, mini_batches)
+        responses = under_policy(options, config, algorithm, batch, useful_positions)
         source = (
             f"NOT as step {step} trained, but under the weights in {options.policy}, rollout "
             f"policy {options.rollout_policy or 'not given'}"
@@ -162,8 +157,6 @@ def as_trained(
     algorithm: Algorithm,
     batch: list[Trajectory],
     useful_positions: Sequence[int],
-    limit: int,
-    mini_batch_size: int,
 ) -> tuple[list[Response], str]:
     """Explain responses with the values that the loss of ``step`` computed, those with blocked tokens first.
 
@@ -174,8 +167,6 @@ def as_trained(
         algorithm: the algorithm to explain: the run's or another algorithm.
         batch: all trajectories of the batch.
         useful_positions: positions of the responses with a gradient.
-        limit: largest number of responses.
-        mini_batch_size: responses of a mini-batch.
 
     Returns:
         The explained responses, and a line about the source of the numbers.
@@ -198,47 +189,42 @@ def as_trained(
         source += f" for {config.algorithm.name}, which the run trained with"
     texts = TokenTexts(load_tokenizer(config.model.hf_checkpoint))
     responses: list[Response] = []
-    for position in saved.notable_first(useful_positions, decisions)[:limit]:
-        number = position // mini_batch_size + 1
+    for position in saved.notable_first(useful_positions, decisions)[: options.limit or None]:
+        number = position // config.mini_batch_responses + 1
         responses.append(explain_seen(saved, position, number, algorithm, decisions, texts))
     return responses, source
 
 
 def under_policy(
     options: argparse.Namespace,
-    temperature: float,
+    config: TrainConfig,
     algorithm: Algorithm,
     batch: list[Trajectory],
-    mini_batches: Mapping[int, int],
+    useful_positions: Sequence[int],
 ) -> list[Response]:
     """Explain responses as :func:`as_trained` does, but with the weights of ``--policy``."""
     from megatron_dppo.data.problems import load_tokenizer
     from megatron_dppo.diagnostics.explain.explanation import Policy, TokenTexts, explain_response
 
     policy = Policy(options.policy)
-    rollout_policy = None
-    if options.rollout_policy:
-        rollout_policy = Policy(options.rollout_policy)
+    rollout_policy = Policy(options.rollout_policy) if options.rollout_policy else None
     texts = TokenTexts(load_tokenizer(options.policy))
     responses = []
-    with progress("explaining", len(mini_batches)) as bar:
-        for index, number in mini_batches.items():
-            logits = policy.logits(batch[index])
-            rollout_logits = None
-            if rollout_policy:
-                rollout_logits = rollout_policy.logits(batch[index])
-            responses.append(
-                explain_response(
-                    index,
-                    number,
-                    batch[index],
-                    algorithm,
-                    logits,
-                    rollout_logits,
-                    temperature=temperature,
-                    texts=texts,
-                )
+    positions = useful_positions[: options.limit or None]
+    with progress("explaining", len(positions)) as bar:
+        for index in positions:
+            trajectory = batch[index]
+            response = explain_response(
+                index,
+                index // config.mini_batch_responses + 1,
+                trajectory,
+                algorithm,
+                policy.logits(trajectory),
+                rollout_policy.logits(trajectory) if rollout_policy else None,
+                temperature=config.temperature,
+                texts=texts,
             )
+            responses.append(response)
             bar.advance()
     return responses
 

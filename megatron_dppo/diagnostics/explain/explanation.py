@@ -40,6 +40,15 @@ _UNKNOWN = (metric_names.GAP_STALE, metric_names.TOPK_MASS, metric_names.NONFINI
 responses, the engine's Top-K, or every value that the loss tested for finiteness."""
 
 
+def as_int64(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def as_float64(values: np.ndarray) -> Tensor:
+    """Convert log-probabilities: the differences that matter are as small as float32's rounding."""
+    return torch.from_numpy(values.astype(np.float64))
+
+
 def compared_metrics() -> list[str]:
     """Return the metrics that the command computes again from a batch's tokens and compares with the run's records."""
     names: list[str] = []
@@ -254,7 +263,7 @@ class Policy:
         Raises ValueError for an id outside the model's vocabulary.
         """
         self.check_ids(trajectory)
-        ids = [torch.from_numpy(b.token_ids.astype(np.int64))[None] for b in trajectory.branches]
+        ids = [as_int64(b.token_ids)[None] for b in trajectory.branches]
         return torch.cat([self._model(branch_ids).logits[0].float() for branch_ids in ids])
 
     def check_ids(self, trajectory: Trajectory) -> None:
@@ -348,7 +357,7 @@ def _with_recomputed(trajectory: Trajectory, log_recomputed: Tensor | None) -> T
     """Return ``trajectory`` with pi' of its tokens, taken from ``log_recomputed`` [N, V]; unchanged if that is None."""
     if log_recomputed is None:
         return trajectory
-    token_ids = torch.from_numpy(trajectory.response_ids.astype(np.int64))[:, None]
+    token_ids = as_int64(trajectory.response_ids)[:, None]
     log_probs = log_recomputed.gather(1, token_ids)[:, 0]
     return trajectory.with_columns(recomputed_log_probs=log_probs.numpy())
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import fmean
 
 from megatron_dppo.diagnostics.explain.explanation import Response, Token, compared_metrics
 from megatron_dppo.diagnostics.pages import ResponseText, SummaryTable, TokenSpan, render_page
@@ -105,9 +106,9 @@ def frequent_table(
     for token_id, group in groups[:FREQUENT]:
         positive_count = sum(t.advantage > 0 for t in group)
         negative_count = sum(t.advantage < 0 for t in group)
-        mean_mu = sum(t.mu for t in group) / len(group)
-        mean_pi = sum(t.pi for t in group) / len(group)
-        mean_tv = sum(t.binary_tv for t in group) / len(group)
+        mean_mu = fmean(t.mu for t in group)
+        mean_pi = fmean(t.pi for t in group)
+        mean_tv = fmean(t.binary_tv for t in group)
         rows.append(
             (
                 repr(group[0].text),

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.loading import load_config
@@ -254,8 +255,8 @@ def sign_tables(steps: Sequence[ComparedStep]) -> Iterator[SummaryTable]:
         rows: list[tuple[str, ...]] = []
         for sign_text, group in tokens_by_sign.items():
             if group:
-                mean_mu = sum(t.mu for t in group) / len(group)
-                mean_pi = sum(t.pi for t in group) / len(group)
+                mean_mu = fmean(t.mu for t in group)
+                mean_pi = fmean(t.pi for t in group)
                 rows.append((sign_text, str(len(group)), f"{mean_mu:.4f}", f"{mean_pi:.4f}"))
         note = (
             "by the sign of the advantage A; mean mu, mean pi: the tokens' mean probability by engine and trainer. "

@@ -28,6 +28,7 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.explain.explanation import (
     Response,
     TokenTexts,
+    as_int64,
     compared_metrics,
     likeliest_of,
     require_independent_responses,
@@ -199,7 +200,7 @@ def _seen_inputs(trajectories: Sequence[Trajectory]) -> TokenInputs:
 
 def _token_ids(responses: Sequence[Trajectory]) -> Tensor:
     """Concatenate the token ids of the responses, int64 [T]."""
-    return torch.from_numpy(np.concatenate([t.response_ids for t in responses]).astype(np.int64))
+    return as_int64(np.concatenate([t.response_ids for t in responses]))
 
 
 def explain_seen(

@@ -14,13 +14,14 @@ import pkgutil
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.demo.material import make_model
+from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.families import load_stored_shape
 from megatron_dppo.model.mapping import hf_tensors
@@ -59,6 +60,16 @@ class Bench:
     folder: Path
     gpus: int
     overrides: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """torch's name for the kind of device that the part checks."""
+        return "cuda" if self.gpus else "cpu"
+
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of runs whose figures depend on no rounding: float32 is for CPUs alone."""
+        return "bfloat16" if self.gpus else "float32"
 
 
 @dataclass(frozen=True)
@@ -201,3 +212,18 @@ def random_batch(
 
     sequences = [sequence(i, length) for i, length in enumerate(lengths)]
     return pack(sequences, pad_multiple=pad_multiple, sequence_multiple=sequence_multiple)
+
+
+def logits_of_transformers(
+    folder: Path, sequences: Iterable[Sequence[int]], dtype: str = "float32", device: str = "cpu"
+) -> Iterator[torch.Tensor]:
+    """Yield the logits that transformers computes for each sequence of token ids, float32 [T, V] on ``device``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    torch.nn.Module.to(model, device)
+    with torch.no_grad():
+        for sequence in sequences:
+            ids = torch.as_tensor(sequence, dtype=torch.long, device=device)
+            yield model(ids[None]).logits[0].float()

@@ -103,10 +103,9 @@ class MachineCheck:
         """Print each result, write all results after each, and return the exit code."""
         for result in results:
             self._results.append(result)
-            _print_end(result)
-            done_parts = {r.name for r in self._results}
-            not_run = [name for name in self._names if name not in done_parts]
-            write(self.folder, self._results, not_run, self.gpus, self.options.set)
+            reason = f": {result.why}" if result.why else ""
+            print(f"  {result.verdict} in {result.seconds:.0f} s{reason}", flush=True)
+            self._write()
         faults = [result.name for result in self._results if result.is_fault]
         if faults:
             print(f"wrong: {', '.join(faults)}")
@@ -114,6 +113,20 @@ class MachineCheck:
             print("nothing is wrong")
         print(f"read {self.folder / PAGE_FILE}; every number is in {self.folder / JSON_FILE}")
         return int(bool(faults))
+
+    def _write(self) -> None:
+        """Replace the JSON file and the page."""
+        done_parts = {r.name for r in self._results}
+        not_run = [name for name in self._names if name not in done_parts]
+        record = {
+            "version": __version__,
+            "gpus": self.gpus,
+            "overrides": list(self.options.set),
+            "parts": [asdict(r) for r in self._results],
+            "not_run": not_run,
+        }
+        write_atomically(self.folder / JSON_FILE, json.dumps(record, indent=1) + "\n")
+        write_atomically(self.folder / PAGE_FILE, page(self._results, not_run, self.gpus))
 
 
 def chosen_parts(parts: Sequence[CheckPart], only: str | None) -> list[CheckPart]:
@@ -142,39 +155,8 @@ def fresh_folder(directory: Path) -> Path:
 
 
 def _print_row(row: CheckRow) -> None:
-    expected_text = ""
-    if row.expected:
-        expected_text = f" (expected {row.expected})"
+    expected_text = f" (expected {row.expected})" if row.expected else ""
     print(f"  {_MARKS[row.holds]} {row.label}: {row.measured}{expected_text}", flush=True)
-
-
-def _print_end(result: PartResult) -> None:
-    reason = ""
-    if result.why:
-        reason = f": {result.why}"
-    print(f"  {result.verdict} in {result.seconds:.0f} s{reason}", flush=True)
-
-
-def write(
-    folder: Path,
-    results: Sequence[PartResult],
-    not_run: Sequence[str],
-    gpus: int,
-    overrides: Sequence[str],
-) -> None:
-    """Replace the JSON file and the page.
-
-    ``not_run``: names of parts that have not run yet, or were not selected. ``overrides``: the words of ``--set``.
-    """
-    record = {
-        "version": __version__,
-        "gpus": gpus,
-        "overrides": list(overrides),
-        "parts": [asdict(r) for r in results],
-        "not_run": list(not_run),
-    }
-    write_atomically(folder / JSON_FILE, json.dumps(record, indent=1) + "\n")
-    write_atomically(folder / PAGE_FILE, page(results, not_run, gpus))
 
 
 def page(results: Sequence[PartResult], not_run: Sequence[str], gpus: int) -> str:

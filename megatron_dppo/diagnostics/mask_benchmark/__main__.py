@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ProcessException as error:
             print(f"a rank failed: {error}", file=sys.stderr)
             return 1
-        result = json.loads(result_path.read_text())
+        result = json.loads(result_path.read_bytes())
 
     show(result)
     if options.json:

@@ -31,7 +31,7 @@ class Clock:
         return ((time.perf_counter() - self._wall) * 1e3, (time.process_time() - self._cpu) * 1e3)
 
 
-def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:
+def peak_extra_bytes(device: str, call: Callable[[], object]) -> int:
     """Return the peak memory of ``call`` minus the memory before it, bytes.
 
     On a CPU the peak is the kernel's high-water mark of this process's resident memory. The function resets the mark

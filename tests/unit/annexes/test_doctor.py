@@ -36,11 +36,10 @@ from megatron_dppo.data.seal import Origin
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor import causes, diagnosis, sampling_evidence
 from megatron_dppo.diagnostics.doctor.__main__ import last_examinable, main, weights_by_version
-from megatron_dppo.diagnostics.doctor.causes import SampledRun, alternatives
+from megatron_dppo.diagnostics.doctor.causes import SampledRun, alternatives, at_temperature
 from megatron_dppo.diagnostics.doctor.diagnosis import COARSE, Side
 from megatron_dppo.diagnostics.doctor.reference import KnownWeights, Reference
 from megatron_dppo.diagnostics.doctor.report import LAYOUT, Doctor
-from megatron_dppo.diagnostics.doctor.sampling import at_temperature
 from megatron_dppo.diagnostics.doctor.sampling_evidence import (
     draws,
     prompt_faults,

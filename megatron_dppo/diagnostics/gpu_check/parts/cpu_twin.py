@@ -62,7 +62,7 @@ def cpu_twin(bench: Bench) -> Iterator[CheckRow]:
         codes = [process.wait() for process in processes]
         if any(codes):
             raise RuntimeError(f"{case}: the trainers ended with exit codes {codes}, expected 0")
-        here, twin = (json.loads((folder / "report.json").read_text()) for folder in folders)
+        here, twin = (json.loads((folder / "report.json").read_bytes()) for folder in folders)
         yield from _compared(case, here, twin)
         for name, is_equal in here["equal"].items():
             text = "equal" if is_equal else "different"

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_dppo.diagnostics.gpu_check import Bench, CheckRow, at_most, part, tiny_model
+from megatron_dppo.diagnostics.gpu_check import (
+    Bench,
+    CheckRow,
+    at_most,
+    logits_of_transformers,
+    part,
+    tiny_model,
+)
 from megatron_dppo.diagnostics.gpu_check.runs import (
     SERVER_RESPONSE_TOKENS,
     StartedServer,
@@ -46,7 +53,7 @@ def generation(bench: Bench) -> Iterator[CheckRow]:
     by_server = []
     for response in responses:
         by_server.append(torch.tensor(response.columns["rollout_log_probs"]))
-    device = "cuda" if bench.gpus else "cpu"
+    device = bench.device
     exact = scores(model, "float32", device, responses)
     rounded = scores(model, "bfloat16", device, responses)
     bound = mean_difference(rounded, exact)
@@ -74,17 +81,13 @@ def scores(
     model: Path, dtype: Dtype, device: str, responses: Sequence[Trajectory]
 ) -> list[torch.Tensor]:
     """Return, by response, transformers' log p(token | tokens before it) of the sampled tokens, float32 [R], nats."""
-    from transformers import AutoModelForCausalLM
-
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
-    torch.nn.Module.to(network, device)
     log_probs: list[torch.Tensor] = []
-    with torch.no_grad():
-        for response in responses:
-            ids = torch.as_tensor(response.token_ids, dtype=torch.long, device=device)
-            logits = network(ids[None, :-1]).logits[0].float()
-            chosen = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-            log_probs.append(chosen[-response.sampled :].cpu())
+    sequences = [response.token_ids.tolist() for response in responses]
+    logits_of_responses = logits_of_transformers(model, sequences, dtype, device)
+    for response, logits in zip(responses, logits_of_responses, strict=True):
+        next_ids = torch.as_tensor(response.token_ids[1:], dtype=torch.long, device=device)
+        chosen = logits[:-1].log_softmax(-1).gather(1, next_ids[:, None])[:, 0]
+        log_probs.append(chosen[-response.sampled :].cpu())
     return log_probs
 
 

@@ -23,7 +23,7 @@ def handles(bench: Bench) -> Iterator[CheckRow]:
     from megatron_dppo.tensor_hash import tiled_hash
     from megatron_dppo.weights.shared_bytes import SharedBytes, shared_empty, shared_payloads
 
-    device = "cuda" if bench.gpus else "cpu"
+    device = bench.device
     data = shared_empty(MESSAGE_BYTES, device)
     data.random_(0, 256)
     (payload,) = shared_payloads([[SharedBytes("a message", data)]])

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -107,28 +106,18 @@ def errors(case: KernelCase, backend: str, group: dist.ProcessGroup | None = Non
 
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     leaf = case.shard(rank, ranks).logits.requires_grad_()
-    stats = policy_stats(
-        leaf,
-        case.targets,
-        group,
-        vocab_size=case.vocab,
-        temperature=TEMPERATURE,
-        topk_ids=case.topk,
-        with_entropy=True,
-        backend=backend,
-    )
+    arguments: dict[str, Any] = {
+        "vocab_size": case.vocab,
+        "temperature": TEMPERATURE,
+        "topk_ids": case.topk,
+        "with_entropy": True,
+    }
+    stats = policy_stats(leaf, case.targets, group, backend=backend, **arguments)
     assert stats.entropy is not None
     assert stats.topk_log_probs is not None
     (stats.log_probs * case.weights[0] + stats.entropy * case.weights[1]).sum().backward()
     whole_logits = case.logits.double().requires_grad_()
-    dense = dense_policy_stats(
-        whole_logits,
-        case.targets,
-        vocab_size=case.vocab,
-        temperature=TEMPERATURE,
-        topk_ids=case.topk,
-        with_entropy=True,
-    )
+    dense = dense_policy_stats(whole_logits, case.targets, **arguments)
     assert dense.entropy is not None
     assert dense.topk_log_probs is not None
     (dense.log_probs * case.weights[0] + dense.entropy * case.weights[1]).sum().backward()
@@ -168,7 +157,7 @@ def kernels(bench: Bench) -> Iterator[CheckRow]:
     from megatron_dppo.vocab_parallel.backends import BACKENDS
 
     torch.set_num_threads(1)
-    device = torch.device("cuda" if bench.gpus else "cpu")
+    device = torch.device(bench.device)
     tokens, vocab = (512, 151_936) if bench.gpus else (8, 8_990)
     for dtype in DTYPES:
         case = KernelCase.drawn(tokens, vocab, 64, getattr(torch, dtype), device)
@@ -214,7 +203,7 @@ def _tensor_parallel(bench: Bench) -> Iterator[CheckRow]:
         _worker, (ranks, free_port(), bench.gpus > 0, str(bench.folder)), ranks
     )
     errors_by_rank = [
-        json.loads((bench.folder / f"tensor_parallel_{r}.json").read_text()) for r in range(ranks)
+        json.loads((bench.folder / f"tensor_parallel_{r}.json").read_bytes()) for r in range(ranks)
     ]
     kind = "processes over gloo"
     if bench.gpus:
@@ -275,7 +264,7 @@ def head(bench: Bench) -> Iterator[CheckRow]:
     """Yield a row of errors and rows of memory and time for bf16 logits, then for fp32 logits; the weights are bf16."""
     import torch
 
-    device = torch.device("cuda" if bench.gpus else "cpu")
+    device = torch.device(bench.device)
     tokens, hidden, columns = (32_768, 2048, 151_936) if bench.gpus else (256, 32, 65_536)
     generator = torch.Generator(device).manual_seed(1)
 
@@ -346,26 +335,24 @@ def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> di
     import torch
 
     from megatron_dppo.diagnostics.gpu_check.held_memory import LiveTensors
+    from megatron_dppo.diagnostics.mask_benchmark.meters import Clock
     from megatron_dppo.vocab_parallel.head import HeadFactor, HeadOptions, head_stats
 
     main_grad = torch.zeros_like(weight, dtype=torch.float32)
     hidden, leaf = (x.detach().requires_grad_() for x in (states, weight))
-    live, seconds = LiveTensors(), 0.0
+    live, milliseconds = LiveTensors(), 0.0
     # The first pass is also the warm-up. Counting tensors takes time, so the second pass runs without it.
     for context in (live, nullcontext()):
-        if states.is_cuda:
-            torch.cuda.synchronize()
-        start_time = time.perf_counter()
+        clock = Clock(states.device.type)
         with context:
             factor = HeadFactor(hidden, leaf, main_grad)
             options = HeadOptions(chunk, dtype)
             stats = head_stats([factor], ids, vocab_size=len(weight), options=options)
             (gradient,) = torch.autograd.grad(stats.log_probs.sum(), hidden)
-        if states.is_cuda:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start_time
+        milliseconds, _ = clock.read()
     chunk_bytes = chunk * len(weight) * (dtype or weight.dtype).itemsize
-    return {"seconds": seconds, "chunks": (live.peak - gradient.nbytes) / chunk_bytes}
+    chunks = (live.peak - gradient.nbytes) / chunk_bytes
+    return {"seconds": milliseconds / 1e3, "chunks": chunks}
 
 
 def _liger_head(states: Any, weight: Any, ids: Any) -> Any:
@@ -381,40 +368,41 @@ def _cut_head(states: Any, weight: Any, ids: Any) -> Any:
     return linear_cross_entropy(states, weight, ids, reduction="sum", filter_eps=None)
 
 
-_HEAD_PEERS: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "liger-kernel": _liger_head,
-    "cut-cross-entropy": _cut_head,
-}
+SumLoss = Callable[[Any, Any, Any], Any]
+_HEAD_PEERS: dict[str, SumLoss] = {"liger-kernel": _liger_head, "cut-cross-entropy": _cut_head}
 """Package -> its cross entropy without whole logits, summed over the tokens."""
 
 
 def _head_peers(states: Any, weight: Any, ids: Any) -> Iterator[CheckRow]:
     """Yield the time and the peak memory of other output layers without logits."""
+    for name, sum_loss in _HEAD_PEERS.items():
+        version = package_version(name)
+        if version is None:
+            yield CheckRow(f"{name}'s output layer", f"not here: {name} is not installed")
+        elif not states.is_cuda:
+            yield CheckRow(f"{name}'s output layer", "not here: it needs a GPU")
+        else:
+            yield _peer_row(f"{name} {version}", sum_loss, states, weight, ids)
+
+
+def _peer_row(label: str, sum_loss: SumLoss, states: Any, weight: Any, ids: Any) -> CheckRow:
     import torch
 
-    logit_bytes = len(states) * len(weight) * weight.element_size()
-    for name, sum_loss in _HEAD_PEERS.items():
-        if package_version(name) is None or not states.is_cuda:
-            reason = "it needs a GPU"
-            if not package_version(name):
-                reason = f"{name} is not installed"
-            yield CheckRow(f"{name}'s output layer", f"not here: {reason}")
-            continue
-        hidden, leaf = (x.detach().requires_grad_() for x in (states, weight))
-        seconds, peak = 0.0, 0
-        # The first pass compiles kernels; the figures of the second pass count.
-        for _ in range(2):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            start_time = time.perf_counter()
-            torch.autograd.grad(sum_loss(hidden, leaf, ids), (hidden, leaf))
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - start_time
-            peak = torch.cuda.max_memory_allocated() - before
-        text = f"{seconds:.3f} s, peak {peak / logit_bytes:.2f} x whole logits"
-        figures = {"seconds": seconds, "logits": peak / logit_bytes}
-        yield CheckRow(f"{name} {package_version(name)}", text, "", None, figures)
+    from megatron_dppo.diagnostics.mask_benchmark.meters import Clock, peak_extra_bytes
+
+    hidden, leaf = (x.detach().requires_grad_() for x in (states, weight))
+
+    def run() -> None:
+        torch.autograd.grad(sum_loss(hidden, leaf, ids), (hidden, leaf))
+
+    # The first pass compiles kernels; the figures of the second pass count.
+    run()
+    clock = Clock("cuda")
+    peak = peak_extra_bytes("cuda", run)
+    seconds = clock.read()[0] / 1e3
+    peak_logits = peak / (len(states) * len(weight) * weight.element_size())
+    text = f"{seconds:.3f} s, peak {peak_logits:.2f} x whole logits"
+    return CheckRow(label, text, "", None, {"seconds": seconds, "logits": peak_logits})
 
 
 _PEERS = {"transformer-engine": "Transformer Engine's", "liger-kernel": "Liger's"}
@@ -453,7 +441,7 @@ def _measured(bench: Bench, ranks: int) -> dict[str, Any]:
         f"--tp={ranks}",
     ]
     must_run(["bench-mask", *device, *sizes, *files])
-    return json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
+    return json.loads(Path(f"{stem}.json").read_bytes())
 
 
 def mask_rows(result: Mapping[str, Any]) -> Iterator[CheckRow]:

@@ -127,7 +127,7 @@ def mismatch(bench: Bench) -> Iterator[CheckRow]:
         why = "not here: Transformer Engine has no float32 attention of packed sequences"
         yield CheckRow("numerics with a float32 trainer", why)
     must_run(["doctor", "--parts", *arguments])
-    yield from cause_rows(json.loads(ladder.read_text(encoding="utf-8")))
+    yield from cause_rows(json.loads(ladder.read_bytes()))
 
 
 def cause_rows(ladder: Mapping[str, Any]) -> Iterator[CheckRow]:
@@ -161,8 +161,7 @@ def weights(bench: Bench) -> Iterator[CheckRow]:
         if strategy == "distributed" and bench.gpus == 1:
             yield CheckRow(label, "not here: NCCL needs a second GPU")
             continue
-        dtype: Dtype = "bfloat16" if bench.gpus else "float32"
-        run = tiny_run(bench, strategy, dtype, [f"weight_sync.strategy={strategy}"])
+        run = tiny_run(bench, strategy, bench.dtype, [f"weight_sync.strategy={strategy}"])
         yield updates_row(label, read_records(run))
 
 
@@ -173,14 +172,13 @@ def colocated(bench: Bench) -> Iterator[CheckRow]:
     On a GPU the server releases weights and key-value cache, and the trainer parks its state in host memory. Without a
     GPU, SGLang accepts the calls and releases nothing; the trainer still parks.
     """
-    dtype: Dtype = "bfloat16" if bench.gpus else "float32"
     for strategy in ("tensor", "disk"):
         label_without_gpu, label_with_gpus = UPDATE_LABELS[strategy]
         label = label_with_gpus if bench.gpus else label_without_gpu
         settings = ["engine.placement=colocated", "run.steps=2", f"weight_sync.strategy={strategy}"]
-        records = read_records(tiny_run(bench, strategy, dtype, settings))
+        records = read_records(tiny_run(bench, strategy, bench.dtype, settings))
         yield updates_row(label, records)
-        yield gap_row(records[-1], dtype)
+        yield gap_row(records[-1], bench.dtype)
         yield gradient_row(f"{label}: gradient norm", records)
         yield turns_row(f"{label}: a step in turns", records[-1])
 
@@ -263,18 +261,17 @@ class InterruptedServer:
     @classmethod
     def start(cls, bench: Bench, model: Path, runner: AsyncRunner, name: str) -> Self:
         """Start a server and wait until it is healthy. If there are GPUs, the server uses the second GPU."""
-        dtype: Dtype = "bfloat16" if bench.gpus else "float32"
-        started = start_server(bench, model, dtype, name, first_device=min(bench.gpus, 1))
+        started = start_server(bench, model, bench.dtype, name, first_device=min(bench.gpus, 1))
         connect = EngineWeights.connect(
             HttpClient(started.process.url, started.key, started.key),
             started.shape,
-            dtype,
+            bench.dtype,
             timeout_s=UPDATE_LIMIT_S,
         )
         device = "cuda:0" if bench.gpus else "cpu"
         tensors = {}
         for tensor_name, tensor in load_file(model / "model.safetensors").items():
-            tensors[tensor_name] = tensor.to(device, getattr(torch, dtype))
+            tensors[tensor_name] = tensor.to(device, getattr(torch, bench.dtype))
         source = InterruptedWeights(started.shape, tensors)
         return cls(started.process, runner.run(connect), source, runner)
 
@@ -351,7 +348,7 @@ def demo(bench: Bench) -> Iterator[CheckRow]:
     yield CheckRow("exit code", str(code), "0", code == 0)
     summary = run / SUMMARY_FILE
     if summary.exists():
-        figures = json.loads(summary.read_text(encoding="utf-8"))
+        figures = json.loads(summary.read_bytes())
         for name in _FIGURES:
             yield CheckRow(name.replace("_", " "), f"{figures[name]:.3g}")
         verified = figures["weight_updates_verified"]

@@ -162,7 +162,7 @@ def _config(bench: Bench, overrides: Sequence[str]) -> TrainConfig:
 def make_material(bench: Bench, layers: int) -> Path:
     """Write the demo's problems and a random model of ``layers`` layers, and return their folder."""
     folder = bench.folder / f"{layers}_layers"
-    config = json.loads(CONFIG.read_text(encoding="utf-8")) | {"num_hidden_layers": layers}
+    config = json.loads(CONFIG.read_bytes()) | {"num_hidden_layers": layers}
     if not bench.gpus:
         config |= _SMALL_MODEL
     # The demo's tokenizer, with a word for each of the model's tokens.
@@ -170,7 +170,7 @@ def make_material(bench: Bench, layers: int) -> Path:
     tokenizer = make_tokenizer(words)
     config |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     make_data(folder, seed=1)
-    device = "cuda" if bench.gpus else "cpu"
+    device = bench.device
     random_model(folder / "checkpoint", config, device=device, tokenizer=tokenizer)
     return folder
 

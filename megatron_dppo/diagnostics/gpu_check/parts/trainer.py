@@ -29,6 +29,7 @@ from megatron_dppo.diagnostics.gpu_check import (
     CheckRow,
     LackingError,
     at_most,
+    logits_of_transformers,
     part,
     policy_config,
     random_batch,
@@ -80,12 +81,16 @@ class PassResult:
 @part("Transformer Engine's layers against torch's and transformers', logits and gradients", 240.0)
 def layers(bench: Bench) -> Iterator[CheckRow]:
     """Compare torch's layers in float32 with transformers, then both kinds of layers in bfloat16 with float32."""
+    import torch
+
     from megatron_dppo.trainer import platform
 
     folder = tiny_model(bench.folder / "model")
     batch = random_batch(len(WORDS), LENGTHS)
     exact = _run_pass(folder, "float32", batch, torch_layers=True)
-    difference = (exact.logits - _of_transformers(folder, batch)).abs().max()
+    sequences = [batch.token_ids[a:b].tolist() for a, b in pairwise(batch.cu_seqlens.tolist())]
+    expected = torch.cat(list(logits_of_transformers(folder, sequences)))
+    difference = (exact.logits - expected).abs().max()
     yield at_most(
         "torch layers, float32: logits against transformers'", float(difference), FP32_LIMIT
     )
@@ -150,20 +155,6 @@ def _run_pass(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: boo
     return PassResult(logits_before[:, : shape.vocab_size], gradients)
 
 
-def _of_transformers(folder: Path, batch: PackedBatch) -> torch.Tensor:
-    """Return the logits [T, V] that transformers computes for the same sequences."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    bounds = batch.cu_seqlens.tolist()
-    with torch.no_grad():
-        logits: list[torch.Tensor] = []
-        for start, end in pairwise(bounds):
-            logits.append(model(batch.token_ids[None, start:end]).logits[0])
-    return torch.cat(logits)
-
-
 MODEL = EXAMPLES / "model_configs" / "qwen3-30b-a3b" / "config.json"
 """The check trains one layer of this model in full size."""
 FULL_LENGTHS = [16_384, 1_024]
@@ -202,7 +193,7 @@ class HeldBytes:
 @part("one layer of Qwen3-30B-A3B in full size: time and memory against the plan", 400.0)
 def full_layer(bench: Bench) -> Iterator[CheckRow]:
     """Yield a row for each kind of memory, then rows of times."""
-    config = json.loads(MODEL.read_text()) | {"num_hidden_layers": 1}
+    config = json.loads(MODEL.read_bytes()) | {"num_hidden_layers": 1}
     lengths = FULL_LENGTHS
     if not bench.gpus:
         config |= SMALL
@@ -263,21 +254,15 @@ def take_step(
 
 def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
     """Measure the trainer's memory in two optimiser steps, or in one without a GPU."""
-    import torch
-
     from megatron_dppo.diagnostics.gpu_check import held_memory
+    from megatron_dppo.diagnostics.mask_benchmark.meters import peak_extra_bytes
 
     with held_memory.saved_for_backward(trainer.held_tensors()["weights"]) as saved:
         # This step is also the warm-up: it allocates Adam's state.
         take_step(trainer, batch)
     peak = None
     if gpus:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        steady = torch.cuda.memory_allocated()
-        take_step(trainer, batch)
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - steady
+        peak = peak_extra_bytes("cuda", lambda: take_step(trainer, batch))
     tensors_by_part = trainer.held_tensors()
     sizes = {name: held_memory.storage_bytes(t) for name, t in tensors_by_part.items()}
     return HeldBytes(sizes["weights"], sizes["gradients"], sizes["optimizer"], saved.peak, peak)
@@ -400,7 +385,7 @@ def context(bench: Bench) -> Iterator[CheckRow]:
     if bench.gpus:
         options_by_exchange = {exchange: {"cp_comm_type": exchange} for exchange in EXCHANGES}
         dtype, lengths = "bfloat16", CONTEXT_LENGTHS
-    model_config = json.loads(DENSE_MODEL.read_text()) | SMALL_DENSE
+    model_config = json.loads(DENSE_MODEL.read_bytes()) | SMALL_DENSE
     settings = {
         "checkpoint": str(random_model(bench.folder / "checkpoint", model_config)),
         "dtype": dtype,
@@ -462,7 +447,7 @@ def _ranks_step(ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     torch.multiprocessing.spawn(_rank_step, (ranks, free_port(), settings), ranks)
-    return dict(json.loads(_report(settings).read_text()))
+    return dict(json.loads(_report(settings).read_bytes()))
 
 
 def _report(settings: dict[str, Any]) -> Path:
