@@ -64,6 +64,7 @@ from megatron_dppo.metrics.records import (
     saved_batch_step,
     saved_batch_steps,
     step_of,
+    step_of_name,
 )
 from megatron_dppo.system.arguments import file_to_write
 from megatron_dppo.weights.server import held_tensors
@@ -262,11 +263,11 @@ def weights_by_version(options: argparse.Namespace, config: TrainConfig) -> dict
         folders[0] = Path(config.model.hf_checkpoint)
     if not config.lora.rank:
         directory = options.run / CHECKPOINTS_FOLDER
-        checkpoints = sorted(directory.glob("step_??????"))
+        checkpoints = [path for path in directory.glob("step_*") if not path.suffix]
         # If a step has both a suspect and a regular checkpoint, use the regular checkpoint, as a restart does. It comes
         # later in the list, so it replaces the suspect checkpoint. A suspect folder's name has a suffix after the step.
         for folder in [*suspect_folders(directory), *checkpoints]:
-            folders[int(folder.name[len("step_") : len("step_000000")])] = folder
+            folders[step_of_name(folder.stem)] = folder
     export_folder = options.run / EXPORT_FOLDER
     last_step = config.run.steps
     is_recorded = (options.run / RECORDS_FILE).is_file()

@@ -658,13 +658,13 @@ def test_without_a_step_the_last_batch_whose_weights_are_there_is_examined():
 
 def test_of_a_run_with_adapters_or_no_end_no_weights_are_taken_for_the_policys(run, tmp_path):
     folder = tmp_path / "run"
-    suspects = ("checkpoints/step_000001.suspect", "checkpoints/step_000003.suspect")
+    suspects = ("checkpoints/step_000001.suspect", "checkpoints/step_1000003.suspect")
     for name in ("checkpoints/step_000001", *suspects, "hf"):
         (folder / name).mkdir(parents=True)
     (folder / "hf" / "config.json").write_text("{}")
     options = argparse.Namespace(run=folder, weights=["7=merged"])
     last = run.config.model_copy(update={"run": run.config.run.model_copy(update={"steps": 5})})
-    checkpoints = {1: folder / "checkpoints" / "step_000001", 3: folder / suspects[1]}
+    checkpoints = {1: folder / "checkpoints" / "step_000001", 1_000_003: folder / suspects[1]}
     of_whole = {0: Path(run.start), **checkpoints, 7: Path("merged")}
     assert weights_by_version(options, last) == of_whole
     (folder / "metrics.jsonl").write_text('{"step": 4}\n')

@@ -27,6 +27,8 @@ while step < {steps}:
     with metrics.open("a") as file:
         file.write(json.dumps({{"step": step}}) + "\\n")
     time.sleep({pause})
+# A signal after the last step comes too late: the program ends as it would without one.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 """
 """Writes a record of each step, and ends with the exit code ``code`` after SIGINT."""
 STOPPED_AND_RESUMED = (
