@@ -587,6 +587,11 @@ STYLE: dict[Any, Any] = {
 }
 
 
+def write_report(directory: str | Path) -> Path:
+    """Draw the run in ``directory`` into its ``report.png``; returns that path."""
+    return write_comparison([directory])
+
+
 def write_comparison(directories: Sequence[str | Path], output: Path | None = None) -> Path:
     """Draw several runs, at most ``len(RUN_COLOURS)``, into the PNG file ``output``; returns its path.
 

@@ -20,7 +20,7 @@ from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenize
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.explain import __main__ as explain
 from megatron_dppo.diagnostics.explain import replay
-from megatron_dppo.diagnostics.report import write_comparison
+from megatron_dppo.diagnostics.report import write_report
 from megatron_dppo.metrics.records import read_step_lines
 from megatron_dppo.metrics.samples import read_samples
 from tests.integration.runs import GROUP, PROMPTS, ROOT, TrainingRun, records_of, write_material
@@ -226,7 +226,7 @@ def _check_own_rule(own_rule_run, rows):
     assert record["mask/masked"] == sum(row["trains"] == "False" for row in rows) > 10
     assert halved > 0
     assert record["policy/halved"] == pytest.approx(halved / len(rows))
-    assert write_comparison([own_rule_run]).is_file()
+    assert write_report(own_rule_run).is_file()
     command = [str(own_rule_run), "--algorithm", "own:FACTOR", "--option", "factor=2"]
     assert replay.main(command) == 0
 

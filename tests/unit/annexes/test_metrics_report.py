@@ -29,6 +29,7 @@ from megatron_dppo.diagnostics.report import (
     fold_short_phases,
     main,
     write_comparison,
+    write_report,
 )
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import RecordsError, encode_record
@@ -98,7 +99,7 @@ def save_run(folder, steps, *, evaluate=True, algorithm="dppo-binary-tv", seed=1
 
 @pytest.mark.parametrize(("steps", "evaluate"), [(1, False), (1, True), (8, True), (40, True)])
 def test_a_report_is_drawn_of_long_and_short_runs(tmp_path, steps, evaluate):
-    path = write_comparison([save_run(tmp_path, steps, evaluate=evaluate)])
+    path = write_report(save_run(tmp_path, steps, evaluate=evaluate))
     assert path == tmp_path / "report.png"
     height, width, _ = imread(path).shape
     assert width > 900
@@ -106,7 +107,7 @@ def test_a_report_is_drawn_of_long_and_short_runs(tmp_path, steps, evaluate):
 
 
 def test_use_of_the_machine_is_drawn_where_it_is_recorded(tmp_path):
-    plain = imread(write_comparison([save_run(tmp_path / "plain", 3)])).shape[0]
+    plain = imread(write_report(save_run(tmp_path / "plain", 3))).shape[0]
     used = save_run(tmp_path / "used", 3)
     lines = [json.loads(line) for line in (used / "metrics.jsonl").read_text().splitlines()]
     speed = {names.TFLOPS: 240.0, names.MFU: 0.24, names.PEAK_MEMORY: 60.0, names.IDLE_SHARE: 0.02}
@@ -117,7 +118,7 @@ def test_use_of_the_machine_is_drawn_where_it_is_recorded(tmp_path):
         for record in lines[1:]:
             record.update(added_metrics)
         (used / "metrics.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
-        assert imread(write_comparison([used])).shape[0] == pytest.approx(plain * rows / 3, abs=2)
+        assert imread(write_report(used)).shape[0] == pytest.approx(plain * rows / 3, abs=2)
 
 
 def test_an_update_is_drawn_beside_its_bounds():
@@ -270,13 +271,13 @@ def test_arithmetic_is_a_share_of_the_peak_where_every_run_knows_it(shares, unit
 
 def test_a_run_that_recorded_little_is_drawn_too(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward/mean": null}\n')
-    assert write_comparison([tmp_path]).is_file()
+    assert write_report(tmp_path).is_file()
 
 
 def test_a_run_without_a_step_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match=mentioning(tmp_path)):
-        write_comparison([tmp_path])
+        write_report(tmp_path)
 
 
 def test_several_runs_are_compared(tmp_path):

@@ -16,7 +16,7 @@ from megatron_dppo.config import ConfigError, TrainConfig
 from megatron_dppo.config.checks import check_config
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.diagnostics.explain.explanation import threshold_text
-from megatron_dppo.diagnostics.report import write_comparison
+from megatron_dppo.diagnostics.report import write_report
 from megatron_dppo.launch.library_checks import check_everything
 from megatron_dppo.metrics import table
 from megatron_dppo.metrics.records import RECORDS_FILE
@@ -152,7 +152,7 @@ def test_an_own_metric_has_a_panel_of_its_own(plant, tmp_path, monkeypatch):
     monkeypatch.setattr(
         report, "finish", lambda axes, title, *rest, **options: titles.append(title)
     )
-    write_comparison([tmp_path])
+    write_report(tmp_path)
     assert titles[-1] == "Halved"
 
 

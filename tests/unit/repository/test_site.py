@@ -14,7 +14,7 @@ import pytest
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.demo.material import ROOT as ROOT_OF_MATERIAL
 from megatron_dppo.demo.material import STAMP, fingerprint, make_data, make_model, trainer_overrides
-from megatron_dppo.diagnostics.report import write_comparison
+from megatron_dppo.diagnostics.report import write_report
 from tests.extras import environment_with
 from tests.patience import run_patiently
 from tests.ranks import ROOT
@@ -116,7 +116,7 @@ def execute_notebook(folder: Path, seconds: float, **variables: str) -> list[tup
 def test_the_notebook_draws_a_run(tmp_path):
     (tmp_path / "run").mkdir()
     write_run(tmp_path / "run", 4)
-    write_comparison([tmp_path / "run"])
+    write_report(tmp_path / "run")
     (tmp_path / "run" / "summary.json").write_text("{}")
     outputs = execute_notebook(tmp_path, 200, DEMO_RUN="run")
     assert sum("image/png" in kinds for kinds, _ in outputs) == 2
