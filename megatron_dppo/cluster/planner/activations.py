@@ -143,7 +143,8 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
       (``moe_act``, ``layernorm``). In a dense model, it drops the log-sum-exp (``core_attn``). A dense layer of an MoE
       model is counted like a layer of a dense model.
     """
-    h, b = s.hidden, s.item_bytes
+    h = s.hidden
+    b = s.item_bytes
     norm = (2 * h * b + _FLOAT) * s.hidden_share
     attention_inputs = (s.query + 2 * s.kv) * b
     log_sum_exp = _FLOAT * s.heads
@@ -187,7 +188,8 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
       they also multiply by routing weights. Experts also keep their permuted input, h, and for each (token, expert)
       pair the routing probability, fp32, and the token's index, int64.
     """
-    h, b = s.hidden, s.item_bytes
+    h = s.hidden
+    b = s.item_bytes
     norm = (h * (2 * _FLOAT + b) + _FLOAT) * s.hidden_share
     qk_size = s.query + s.kv
     qk_bytes = qk_size * b

@@ -314,14 +314,17 @@ class TrainerFacts(TrainerSpec):
     @property
     def gradient_bytes(self) -> int:
         """Bytes of an element of a gradient."""
-        in_fp32 = self.config.megatron_ddp.get("grad_reduce_in_fp32", True)
-        return _FLOAT if in_fp32 else self.item_bytes
+        if self.config.megatron_ddp.get("grad_reduce_in_fp32", True):
+            return _FLOAT
+        return self.item_bytes
 
     @property
     def logit_bytes(self) -> int:
         """Bytes of one logit."""
         dtype = self.config.head.dtype
-        return self.item_bytes if dtype == "model" else ITEM_BYTES[dtype]
+        if dtype == "model":
+            return self.item_bytes
+        return ITEM_BYTES[dtype]
 
     @property
     def exchange(self) -> str:

@@ -82,8 +82,9 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
     buffer_elements = sum(padded_sizes)
     reference_elements = 0
     if trainer.config.keeps_reference:
-        starts_with_adapters = trainer.config.lora.start_from is not None
-        reference_elements = parameters.elements if starts_with_adapters else base_elements
+        reference_elements = base_elements
+        if trainer.config.lora.start_from is not None:
+            reference_elements = parameters.elements
     return StateBytes(
         weights=(frozen_elements + buffer_elements) * trainer.item_bytes,
         reference=reference_elements * trainer.item_bytes,

@@ -196,7 +196,8 @@ class Rehearsal:
         with self.phases.phase("read the recipe"):
             config = load_config(self.recipe, self.options.overrides)
             inputs_of_recipe = self._recipe_inputs(config)
-        known_model, parallel = inputs_of_recipe.known_model, inputs_of_recipe.parallel
+        known_model = inputs_of_recipe.known_model
+        parallel = inputs_of_recipe.parallel
         with self.phases.phase("make the tokenizer and the problems"):
             tokenizer_source = self._write_tokenizer(config)
             problems = self._problems(config, parallel)

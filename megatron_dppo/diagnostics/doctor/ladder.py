@@ -362,7 +362,9 @@ def draw(path: Path, title: str, parts: Parts) -> None:
             rows.append((figure.add_subplot(grid[i, 0]), figure.add_subplot(grid[i, 1])))
         for (left_axes, right_axes), result in zip(rows, passes, strict=True):
             log_pi = result.log_probs.numpy()
-            name = result.rung.fixes if result is results[0] else "all but numerics fixed"
+            name = "all but numerics fixed"
+            if result is results[0]:
+                name = result.rung.fixes
             _draw_ratio(left_axes, log_mu, log_pi, name)
             _draw_gap(right_axes, log_mu, log_pi, result.gap)
         gap_panels = [right_axes for _, right_axes in rows]

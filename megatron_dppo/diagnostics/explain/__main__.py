@@ -207,7 +207,9 @@ def under_policy(
     from megatron_dppo.diagnostics.explain.explanation import Policy, TokenTexts, explain_response
 
     policy = Policy(options.policy)
-    rollout_policy = Policy(options.rollout_policy) if options.rollout_policy else None
+    rollout_policy = None
+    if options.rollout_policy:
+        rollout_policy = Policy(options.rollout_policy)
     texts = TokenTexts(load_tokenizer(options.policy))
     responses = []
     positions = useful_positions[: options.limit or None]

@@ -64,12 +64,16 @@ class Bench:
     @property
     def device(self) -> str:
         """torch's name for the kind of device that the part checks."""
-        return "cuda" if self.gpus else "cpu"
+        if self.gpus:
+            return "cuda"
+        return "cpu"
 
     @property
     def dtype(self) -> Dtype:
         """The dtype of runs whose figures depend on no rounding: float32 is for CPUs alone."""
-        return "bfloat16" if self.gpus else "float32"
+        if self.gpus:
+            return "bfloat16"
+        return "float32"
 
 
 @dataclass(frozen=True)

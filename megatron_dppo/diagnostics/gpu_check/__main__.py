@@ -103,7 +103,9 @@ class MachineCheck:
         """Print each result, write all results after each, and return the exit code."""
         for result in results:
             self._results.append(result)
-            reason = f": {result.why}" if result.why else ""
+            reason = ""
+            if result.why:
+                reason = f": {result.why}"
             print(f"  {result.verdict} in {result.seconds:.0f} s{reason}", flush=True)
             self._write()
         faults = [result.name for result in self._results if result.is_fault]
@@ -155,7 +157,9 @@ def fresh_folder(directory: Path) -> Path:
 
 
 def _print_row(row: CheckRow) -> None:
-    expected_text = f" (expected {row.expected})" if row.expected else ""
+    expected_text = ""
+    if row.expected:
+        expected_text = f" (expected {row.expected})"
     print(f"  {_MARKS[row.holds]} {row.label}: {row.measured}{expected_text}", flush=True)
 
 

@@ -20,13 +20,7 @@ from typing import Any
 
 from megatron_dppo.cluster.slurm.commands import allocation_variables
 from megatron_dppo.cluster.slurm.site import SiteConfig, load_site, site_path
-from megatron_dppo.cluster.slurm.submit import (
-    SBATCH,
-    SITE_FILE,
-    directory_faults,
-    flag_faults,
-    site_faults,
-)
+from megatron_dppo.cluster.slurm.submit import SBATCH, directory_faults, flag_faults, site_faults
 from megatron_dppo.config import ConfigError, resolved_yaml
 from megatron_dppo.diagnostics.gpu_check.__main__ import JSON_FILE, fresh_folder
 from megatron_dppo.launch.placement import Host
@@ -39,6 +33,7 @@ from megatron_dppo.system.secret_variables import without_secrets
 
 MODULE = "megatron_dppo.diagnostics.gpu_check.nodes"
 COMMAND = "megatron_dppo.diagnostics.gpu_check"
+SITE_FILE = "site.yaml"
 _COLLECT_S = 5.0
 _OWN_OPTIONS = ("--nodes", "--site", "--directory")
 """Options of the submitting command that the commands on the nodes do not get."""
