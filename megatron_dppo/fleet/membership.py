@@ -140,7 +140,7 @@ class ServerState:
 
     Attributes:
         is_member: whether the server takes part in the update under way, or took part in the last update.
-        serves: whether the server has the committed weights.
+        serves: whether the server had the committed weights at the last commit.
         strikes: failed updates in a row that the server caused.
         lost: reason why the server is lost; empty while it is not lost.
         quarantined: reason why the server is quarantined; empty while it is not quarantined.
@@ -157,10 +157,10 @@ class ServerState:
     examination: Examination | None = None
 
     def describe(self, server: Server) -> str:
-        if self.serves:
-            return "serves"
         if reason := self.quarantined or self.lost:
             return reason
+        if self.serves:
+            return "serves"
         if self.examination is not None and self.examination.state != "fits":
             return str(self.examination)
         if server.replaceable or self.examination is not None:
@@ -177,8 +177,10 @@ class ServerStates(dict[Server, ServerState]):
 
     def keep(self, published: Collection[Server]) -> None:
         """Remove the states of servers that are not in ``published``."""
-        for server in set(self) - set(published):
-            self.pop(server, None)
+        # list(self) is one step. A loop over self would fail if another thread added a server meanwhile.
+        for server in list(self):
+            if server not in published:
+                self.pop(server, None)
 
 
 @dataclass(eq=False)
@@ -337,6 +339,7 @@ class FleetMembership:
         Raises:
             EngineUnavailableError: no server was ready within ``engine.start_timeout_s``.
             EngineMismatchError: ``engine.urls`` names a server that does not fit the run.
+            EngineError: the registry does not answer.
         """
         self._note_suspended(current, suspended)
         # Only the first call waits for every server of the configuration.
@@ -369,6 +372,9 @@ class FleetMembership:
             waited_s = time.monotonic() - start
             if members and first_s is None:
                 first_s = waited_s
+            if not members:
+                # The first server has gone again.
+                first_s = None
             if first_s is not None and waited_s > first_s + max(_SETTLE_S, first_s / 2):
                 log.warning("%d of %d servers are ready; going on", len(members), expected_count)
                 return members

@@ -40,13 +40,13 @@ def check_input_hashes(path: str | Path) -> None:
     Raises InputError with every file that is missing or has other bytes.
     """
     path = Path(path)
-    expected_hashes = dict(_listed(path))
+    files, hashes = zip(*_listed(path), strict=True)
     with (
         ThreadPoolExecutor(_THREADS, "sha256") as pool,
-        progress("check inputs", len(expected_hashes)) as bar,
+        progress("check inputs", len(files)) as bar,
     ):
         faults: list[str] = []
-        for fault in pool.map(_fault, expected_hashes.keys(), expected_hashes.values()):
+        for fault in pool.map(_fault, files, hashes):
             if fault is not None:
                 faults.append(fault)
             bar.advance(1)
@@ -57,16 +57,17 @@ def check_input_hashes(path: str | Path) -> None:
 def _listed(path: Path) -> Iterator[tuple[Path, str]]:
     """Yield path and hash of each file in the list at ``path``. Raises InputError for a line of another form."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {error}") from error
-    for number, line in enumerate(lines, 1):
-        match = _LINE.fullmatch(line)
+    if not text:
+        raise InputError(f"{path}: expected lines of sha256sum, <hash>  <file>")
+    # Only a line feed ends a line: a file's name may have other characters that end lines.
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
+        match = _LINE.fullmatch(line.removesuffix("\r"))
         if match is None:
             raise InputError(f"{path}, line {number}: expected a line of sha256sum, <hash>  <file>")
         yield path.parent / match[2], match[1].lower()
-    if not lines:
-        raise InputError(f"{path}: expected lines of sha256sum, <hash>  <file>")
 
 
 class BackgroundHashes:
@@ -116,8 +117,9 @@ def _fault(file: Path, expected_hash: str) -> str | None:
     """Return an error if ``file`` does not have the expected hash; None if it has this hash."""
     try:
         digest = sha256_of(file)
-    except OSError as error:
-        return f"{file}: {error.strerror}"
+    except (OSError, ValueError) as error:
+        # Python raises ValueError for a path with a NUL byte.
+        return f"{file}: {getattr(error, 'strerror', error)}"
     if digest == expected_hash:
         return None
     return f"{file}: its SHA-256 is {digest[:12]}..., expected {expected_hash[:12]}..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -96,10 +97,10 @@ class RunState:
         for key in sorted(saved_settings.keys() | new_settings.keys()):
             saved_value = "not set"
             if key in saved_settings:
-                saved_value = repr(saved_settings[key])
+                saved_value = _as_text(saved_settings[key])
             new_value = "not set"
             if key in new_settings:
-                new_value = repr(new_settings[key])
+                new_value = _as_text(new_settings[key])
             if saved_value != new_value:
                 changes.append(f"{key}: {saved_value} there, {new_value} now")
         return changes
@@ -179,3 +180,10 @@ def changes_of(state: RunState, settings: Mapping[str, Any]) -> str | None:
         f"the configuration changed since the checkpoint of step {state.step}: {'; '.join(changes)}; "
         "docs/checkpoints.md says what a run is held to"
     )
+
+
+def _as_text(value: Any) -> str:
+    """Return a setting as text. The keys of a table in a list are sorted, because a checkpoint sorts them."""
+    if isinstance(value, list):
+        return json.dumps(value, sort_keys=True, ensure_ascii=False, default=repr)
+    return repr(value)

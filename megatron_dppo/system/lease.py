@@ -30,6 +30,7 @@ import errno
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -209,8 +210,8 @@ class LeaseFiles:
     def read_start(self, holder: Holder) -> int:
         """Return the number of the holder's newest start of the ranks. Raises OSError, LeaseError."""
         path = self._start_path(holder)
-        text = path.read_text()
-        if not text.strip().isdigit():
+        text = path.read_text(encoding="ascii", errors="replace").strip()
+        if not re.fullmatch("[0-9]+", text):
             raise LeaseError(f"{path}: got {text!r}, expected a number")
         return int(text)
 
@@ -268,7 +269,7 @@ def start_of_ranks() -> int | None:
 
 
 class FencedError(RunError):
-    """This start of the run no longer holds the run's folder; the message has the start that holds it."""
+    """This start of the run, or these ranks of it, no longer holds the run's folder, or can't find out."""
 
 
 class Fence:

@@ -3,10 +3,11 @@ gather whole tensors on rank 0, which writes a folder."""
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_dppo.checkpoint_conversion.hf_folder import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.system.scratch import private_name
 from megatron_dppo.weights import verification
 from megatron_dppo.weights.distributed import DistributedStrategy
@@ -118,6 +120,10 @@ class FolderStrategy(Strategy):
             self._folder = None
 
 
+class _UpdateAbortedError(Exception):
+    """The update was aborted while its files were open."""
+
+
 class DiskStrategy(FolderStrategy):
     """Sends the weights as a Hugging Face folder. This strategy is the slowest."""
 
@@ -142,7 +148,11 @@ class DiskStrategy(FolderStrategy):
         if self.engines is not None:
             self._path = self.new_folder("weights")
             writer = ShardedWriter(self._path, self._tensors)
-            self._writer = self._writing.enter_context(writer)
+            try:
+                self._writer = self._writing.enter_context(writer)
+            except CheckpointError as error:
+                # The disk is full. Every rank hears of an OSError.
+                raise OSError(errno.ENOSPC, str(error)) from error
 
     def write(self, bucket: Bucket) -> int:
         assert self._writer is not None
@@ -159,7 +169,9 @@ class DiskStrategy(FolderStrategy):
         self.abort()
 
     def abort(self) -> None:
-        self._writing.pop_all()
+        # The error lets the writer close its files without publishing them.
+        with suppress(_UpdateAbortedError, OSError), self._writing.pop_all():
+            raise _UpdateAbortedError
         self._writer = None
         self.remove_folder()
 

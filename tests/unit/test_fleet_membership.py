@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import pytest
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient
-from megatron_dppo.fleet.membership import EngineUnavailableError, FleetMembership, Member
+from megatron_dppo.fleet.membership import (
+    EngineUnavailableError,
+    FleetMembership,
+    Member,
+    ServerStates,
+)
 from megatron_dppo.fleet.record import FleetRecord, Keys, Server, attachment_seal
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
@@ -179,6 +185,39 @@ def test_a_suspended_server_is_out_until_the_supervisor_has_replaced_it(open_boo
     assert [(m.server.name, m.server.incarnation) for m in both] == [
         ("engine0", 1), ("engine1", 2)
     ]  # fmt: skip
+
+
+def test_a_server_that_is_lost_after_it_served_is_described_by_its_loss(open_book):
+    book = open_book()
+    members = book.choose([Member(book.start(n), Keys()) for n in ("engine0", "engine1")])
+    book.membership.commit(members, 1)
+    book.choose(members, engine1="broke off")
+    states = book.membership._states
+    described = {m.server.name: states[m.server].describe(m.server) for m in members}
+    assert described == {"engine0": "serves", "engine1": "lost: broke off"}
+
+
+def test_a_first_server_that_goes_again_is_waited_for_anew(open_book, monkeypatch):
+    book = open_book(servers=2)
+    members = [Member(book.start("engine0"), Keys())]
+    answers = iter([members, []])
+    monkeypatch.setattr(book.membership, "_ready_members", lambda current: next(answers, []))
+    with pytest.raises(EngineUnavailableError):
+        book.choose([])
+
+
+def test_states_are_kept_while_another_thread_adds_one():
+    servers = [Server("engine0", "http://a", 1, 17)]
+    states = ServerStates()
+
+    class Adding(list):
+        def __contains__(self, server: object) -> bool:
+            states[replace(servers[0], name=f"engine{len(states)}")]
+            return super().__contains__(server)
+
+    states[servers[0]].serves = True
+    states.keep(Adding(servers))
+    assert states[servers[0]].serves
 
 
 def test_an_attached_server_that_was_suspended_comes_back_when_it_generates(open_book, monkeypatch):

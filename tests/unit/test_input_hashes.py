@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 def write_list(folder, text: str) -> str:
     path = folder / "SHA256SUMS"
-    path.write_text(text)
+    path.write_text(text, newline="")
     return str(path)
 
 
@@ -45,11 +45,18 @@ def test_every_wrong_file_is_named(folder):
         ("", "expected lines of sha256sum"),
         (f"{ABC}  a file\n{ABC[:-1]}  other\n", "line 2: expected a line of sha256sum"),
         (f"{ABC}\n", "line 1: expected a line of sha256sum"),
+        (f"{ABC}  a\0file\n", "a\0file: embedded null byte"),
+        (f"{'0' * 64}  a file\n{ABC}  a file\n", "a file: its SHA-256"),
     ],
 )
 def test_another_file_is_no_list(folder, text, message):
     with pytest.raises(InputError, match=message):
         check_input_hashes(write_list(folder, text))
+
+
+def test_names_may_have_other_ends_of_lines(folder):
+    (folder / "a\u2028file\x0c").write_bytes(b"abc")
+    check_input_hashes(write_list(folder, f"{ABC}  a\u2028file\x0c\r\n"))
 
 
 def test_a_list_that_is_not_there(folder):

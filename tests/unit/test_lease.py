@@ -315,6 +315,20 @@ def test_a_damaged_lease_is_refused_and_fences(tmp_path: Path, content: str) -> 
         Fence(tmp_path, "0" * 16).check()
 
 
+@pytest.mark.parametrize("content", [b"\xff\n", "\u00b2".encode(), b"", b"-1"])
+def test_a_damaged_number_of_a_start_fences(tmp_path: Path, content: bytes) -> None:
+    lease = Lease(tmp_path)
+    lease.take()
+    lease.fence_other_starts(1)
+    try:
+        (start_file,) = (tmp_path / "lease").glob("*.start")
+        start_file.write_bytes(content)
+        with pytest.raises(FencedError, match="tell"):
+            Fence(tmp_path, lease.fence.nonce, 1).check()
+    finally:
+        lease.release()
+
+
 @pytest.mark.parametrize("name", ["lease.json", "lease/first.next/holder.json"])
 def test_a_folder_in_a_files_place_is_told(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir(parents=True)

@@ -241,6 +241,14 @@ def test_a_state_of_before_weights_and_settings_were_kept_is_read(tmp_path):
     assert state.changed_settings(settings_of(config(tmp_path))) == []
 
 
+def test_a_list_of_tables_is_unchanged_whatever_the_order_of_their_keys():
+    state = RunState(3, settings={"data": {"train": [{"answer": "a", "path": "b"}]}})
+    assert state.changed_settings({"data": {"train": [{"path": "b", "answer": "a"}]}}) == []
+    assert state.changed_settings({"data": {"train": [{"path": "c", "answer": "a"}]}}) == [
+        'data.train: [{"answer": "a", "path": "b"}] there, [{"answer": "a", "path": "c"}] now'
+    ]
+
+
 def test_a_state_knows_its_weights(tmp_path):
     state = RunState(3, weights={"form": "those"})
     state.check_weights("form", "those", tmp_path)

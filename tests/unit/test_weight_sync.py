@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -386,9 +387,23 @@ def test_all_whole_tensors_are_gathered_after_a_failure_too(tmp_path: Path) -> N
 
     updates.source.gather = count  # type: ignore[method-assign]
     strategy.write = fail  # type: ignore[method-assign]
+    open_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(WeightUpdateError, match=os.strerror(errno.ENOSPC)):
         updates.update(1)
     assert len(yielded) == len(strategy.buckets) > 1
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_a_full_disk_fails_an_update_and_the_next_one_may_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = updater(Engine(), strategy="disk", directory=str(tmp_path))
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+        with pytest.raises(WeightUpdateError, match="0 bytes free"):
+            updates.update(1)
     assert list(tmp_path.iterdir()) == []
 
 
