@@ -1,8 +1,9 @@
 """The distance between pi and mu at a token: total variation and KL(mu || pi), computed from the known parts of the
 two distributions.
 
-pi is the policy that trains, mu the policy that sampled. All inputs are natural log-probabilities. All results are
-float64 and carry no gradient. Divergences are never negative. A result is NaN if one of its log-probabilities is NaN.
+pi is the policy that trains, mu the policy that sampled. They are given as natural log-probabilities, or as logits for
+the exact divergences. All results are float64 and carry no gradient. Divergences are never negative. A result is NaN if
+one of its log-probabilities is NaN; in ``topk_kl``, a NaN of log pi where mu = 0 may not count.
 For both divergences 0 <= Binary <= Top-K <= exact (data-processing inequality), and TV^2 <= KL / 2 (Pinsker).
 """
 
@@ -34,12 +35,13 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     - ``policy_stats`` computes log pi with a relative error e, even if log pi is near 0. In float32, e is below 1e-5,
       and the error of D is below e (1 + D).
     - An engine that takes the logarithm of a float32 softmax has an absolute error u of about 2^-24 in log mu near 0.
-      The error of D is then u |log((1 - mu) / (1 - pi)) - log(mu / pi)|. In float32, 1 - pi is 0 or at least 1e-38,
-      and log 1e38 is below 90. So if D is below 70, the error is below 90 u = 6e-6. Every KL threshold of
-      ``table.py`` is larger.
+      The error of D is then u |log((1 - mu) / (1 - pi)) - log(mu / pi)|. In float32, 1 - pi is 0 or at least
+      1.4e-45, so -log(1 - pi) is below 104, and -log(1 - mu) is at most 17. So if D is below 80, the error is below
+      104 u < 7e-6. Every KL threshold of ``table.py`` is larger.
 
     If log pi is exactly 0, pi was rounded to 1, and the exact value of 1 - pi is unknown. 1 - pi is then set to half of
-    the dtype's eps: a sum of 1 and at most this value rounds to 1. So D is a lower bound.
+    the dtype's eps, its largest possible value: the softmax's sum, 1 for this token and 1 - pi for all others, rounds
+    to 1. So D is a lower bound.
     """
     # Put both policies into one tensor. This halves the number of small operations, which take most of a mask's time.
     log_p = clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))

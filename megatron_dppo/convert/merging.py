@@ -96,7 +96,7 @@ def _check_merge(
     initialization = base_changing_initialization(config)
     if initialization is not None and initialization not in REVERSIBLE:
         faults.append(initialization_fault(initialization))
-    # Adapters of parameters alone have no modules.
+    # A folder that adapts only parameters (target_parameters) has no target_modules.
     if config["target_modules"] or not config.get("target_parameters"):
         try:
             selected = selected_matrices(config, shape, deltas.stored)
@@ -115,7 +115,7 @@ def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str 
 
     ``hf_dir`` is the base of the adapters. Raises MismatchError if the SHA-256 of the base differs from the SHA-256
     that the checkpoint recorded. Raises CheckpointError if the checkpoint has no adapters, or has trained routers:
-    PEFT's format has no place for routers.
+    a folder of plain LoRA adapters has no place for routers.
     """
     shape = load_stored_shape(hf_dir)
     model = _recorded_model(Path(checkpoint))
@@ -192,7 +192,7 @@ def _recorded_model(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: holds no adapters: the whole model was trained")
     if model["lora.train_router"]:
         raise CheckpointError(
-            f"{folder}: holds trained routers, which PEFT's format can't hold; resume the run and "
+            f"{folder}: holds trained routers, which a folder of plain LoRA adapters can't hold; resume the run and "
             "take its merged export"
         )
     return model

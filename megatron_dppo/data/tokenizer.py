@@ -48,15 +48,14 @@ def load_named_tokenizer(
     # Import lazily: the import takes seconds.
     from transformers import AutoTokenizer
 
-    # Load tokenizer.json first: a far id makes transformers busy for minutes.
+    # Load tokenizer.json first: it refuses a huge token id, with which transformers would be busy for minutes.
     rules = _rules_of(name, local_files_only)
     tokenizer = _loaded(AutoTokenizer, name, local_files_only)
     return _with_rules(tokenizer, rules, name, local_files_only)
 
 
 def _is_path(name: str) -> bool:
-    """Whether ``name`` can only be a path: the hub's names are ``name`` or ``owner/name``. The hub, asked for a path,
-    answers after a minute where the network has no way to it."""
+    """Whether ``name`` can only be a path: the hub's names are ``name`` or ``owner/name``."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
@@ -65,8 +64,8 @@ def with_file_rules(
 ) -> PreTrainedTokenizerBase:
     """Return ``tokenizer``, loaded from ``folder``, if it follows tokenizer.json. Otherwise load one that does.
 
-    A tokenizer with other rules is logged as a warning. Raises DataError if its other files contradict tokenizer.json
-    with any class.
+    Logs a warning if ``tokenizer`` has other rules. Raises DataError if a PreTrainedTokenizerFast of the folder does
+    not follow tokenizer.json either.
     """
     return _with_rules(tokenizer, _rules_of(folder, True), folder, True)
 
@@ -77,7 +76,7 @@ def _with_rules(
     name: str | Path,
     local_files_only: bool,
 ) -> PreTrainedTokenizerBase:
-    """As ``with_file_rules``, with the first token of a text that the folder asks for. ``rules``: of ``_rules_of``."""
+    """Do the work of ``with_file_rules`` with ``rules``, the result of ``_rules_of``."""
     tokenizer = _of_file(tokenizer, rules, name, local_files_only)
     _restore_first_token(tokenizer, name)
     return tokenizer
@@ -171,7 +170,7 @@ def _reason(error: Exception) -> str:
 def _difference(
     rules: Tokenizer, tokenizer: PreTrainedTokenizerBase, name: str | Path
 ) -> str | None:
-    """Describe the first text whose ids, or the text of whose ids, differ between a tokenizer and ``rules``.
+    """Describe the first text that ``tokenizer`` encodes, or decodes again, in another way than ``rules``.
 
     Returns None without a difference. Raises DataError if the tokenizer ``name`` can't encode or decode a text.
     """

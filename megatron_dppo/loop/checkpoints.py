@@ -21,7 +21,7 @@ from megatron_dppo.trainer.trainer import Trainer
 class RunCheckpoints:
     """Loads the checkpoint that this start of the run continues from, and writes the next ones.
 
-    Every method except ``is_due`` is collective.
+    Every public method except ``is_due`` is collective.
 
     Args:
         config: configuration of the run.
@@ -31,7 +31,8 @@ class RunCheckpoints:
 
     Attributes:
         store: the files of all checkpoints; the caller closes it.
-        saved_step: step of the newest checkpoint that a start may load; 0 without such a checkpoint.
+        saved_step: step of the newest checkpoint that was loaded, or whose save was begun; 0 without such a checkpoint.
+            Suspect checkpoints do not count.
         is_fresh: whether the run begins at step 0 now. Ranks that are restarted before the first checkpoint load no
             state either, but the run has begun already.
     """

@@ -15,7 +15,7 @@ from megatron_dppo.rewards import find_reward
 def option_warnings(config: TrainConfig) -> Iterator[str]:
     """Yield a warning for each option of a reward or an environment that nothing seems to read.
 
-    A name that can't be imported is a fault of another check, and yields nothing.
+    A name that can't be imported yields nothing: another check reports it.
     """
     terms: dict[str, RewardTerm] = {"reward": config.reward}
     for name, further_term in config.reward.further.items():
@@ -31,7 +31,7 @@ def _reward_function(name: str) -> Callable[..., Any]:
 
 def _of_environment(environment: EnvironmentConfig) -> Iterator[str]:
     if environment.name is None:
-        # The ranks get every key, also those with the default, so compare values.
+        # The ranks' configuration has every key, so it does not tell which keys the user has set. Compare values.
         defaults = EnvironmentConfig()
         unread_keys = [key for key, value in environment if value != getattr(defaults, key)]
         if unread_keys:
@@ -61,6 +61,6 @@ def _of_target(
         return
     for option in unread_options(target, options):
         yield (
-            f"{key}.{option}: {name} takes it among any further options, and the module of {name} does not mention it, "
+            f"{key}.{option}: {name} accepts options of any name, but the module of {name} does not mention this one, "
             "so it seems that nothing reads it; expected the name of an option"
         )

@@ -152,7 +152,10 @@ def sleep_when_paused(result: Any, scheduler: Any) -> None:
 
 
 def end_when_drained(result: Any, handler: Any, *_: Any) -> None:
-    """After SIGTERM, end as soon as no request is left. SGLang itself checks for the signal only every five seconds."""
+    """At SIGTERM, end at once if no request is left. SGLang itself looks for the signal only every five seconds.
+
+    While requests are left, SGLang's watchdog counts them every five seconds.
+    """
     from sglang.srt.managers.tokenizer_manager import print_exception_wrapper
 
     manager = handler.tokenizer_manager

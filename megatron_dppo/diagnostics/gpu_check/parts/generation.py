@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PROMPTS = 8
 MARGIN = 1e-3
-"""Nats that the server may be off beside twice the error of transformers in bfloat16."""
+"""The server may be off by twice the error of transformers in bfloat16, plus this number of nats."""
 
 
 @part("eight responses of a server: log-probabilities against transformers'", 300.0)
