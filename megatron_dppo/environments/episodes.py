@@ -136,19 +136,22 @@ class Episodes:
     faults: Counter[str] = field(default_factory=Counter)
     unread_calls: int = 0
     _taken_faults: Counter[str] = field(default_factory=Counter)
+    _taken_calls: int = 0
     _has_warned: bool = False
     _has_warned_of_calls: bool = False
 
     def take_faults(self) -> Counter[str]:
         """Return the ``faults`` since the last call."""
-        new_faults = self.faults - self._taken_faults
-        self._taken_faults = self.faults.copy()
+        # Episodes count their faults in another thread, so read the counter once.
+        all_faults = self.faults.copy()
+        new_faults = all_faults - self._taken_faults
+        self._taken_faults = all_faults
         return new_faults
 
     def take_unread_calls(self) -> int:
         """Return the number of ``unread_calls`` since the last call."""
-        new_count = self.unread_calls
-        self.unread_calls = 0
+        new_count = self.unread_calls - self._taken_calls
+        self._taken_calls += new_count
         return new_count
 
     async def play(

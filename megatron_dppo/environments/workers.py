@@ -107,15 +107,32 @@ class EnvironmentPool:
         # Processes with one episode each, and the slots that bound their number.
         self._lone_workers: set[EnvironmentWorker] = set()
         self._lone_slots = asyncio.Semaphore(max(workers, os.cpu_count() or 1))
+        self._is_closed = False
 
     async def open(self, *, alone: bool = False) -> RemoteEnvironment:
-        """Return a new environment; ``alone``: in a process without other episodes. Raises EnvironmentFaultError."""
-        if not alone:
-            return RemoteEnvironment(self, self._shared_workers.take())
-        await self._lone_slots.acquire()
-        worker = self._start_worker()
-        self._lone_workers.add(worker)
+        """Return a new environment; ``alone``: in a process without other episodes.
+
+        Raises EnvironmentFaultError if no process can be started, or if the pool is closed.
+        """
+        try:
+            worker = await self._lone_worker() if alone else self._shared_workers.take()
+        except (OSError, WorkerLostError) as error:
+            raise EnvironmentFaultError(
+                f"{self.name}: no process for an episode: {error}"
+            ) from error
         return RemoteEnvironment(self, worker)
+
+    async def _lone_worker(self) -> EnvironmentWorker:
+        await self._lone_slots.acquire()
+        try:
+            if self._is_closed:
+                raise EnvironmentFaultError(f"{self.name}: its processes were closed")
+            worker = self._start_worker()
+        except BaseException:
+            self._lone_slots.release()
+            raise
+        self._lone_workers.add(worker)
+        return worker
 
     def is_alone(self, worker: EnvironmentWorker) -> bool:
         """Whether the worker was started for one episode. Such a worker ends after this episode."""
@@ -132,8 +149,10 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """End the processes and cancel their work. A second call has no effect."""
+        self._is_closed = True
         self._shared_workers.close()
-        for worker in self._lone_workers:
+        # The event loop's thread removes workers that have ended.
+        for worker in list(self._lone_workers):
             worker.kill()
 
     def _start_worker(self) -> EnvironmentWorker:
@@ -406,7 +425,11 @@ class EnvironmentHost:
             task.cancel()
 
     async def _close(self, episode: int) -> None:
-        await self._cancel(episode)
+        task = self._tasks.pop(episode, None)
+        if task is not None:
+            task.cancel()
+            # The step ends before its environment is closed.
+            await asyncio.wait([task], timeout=_CANCEL_S / 2)
         environment = self._environments.pop(episode, None)
         if environment is not None:
             await environment.close()

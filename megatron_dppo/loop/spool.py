@@ -29,7 +29,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -134,7 +133,11 @@ class ResponseSpool:
         """
         if self.folder is None:
             return
-        trained, draws = on_rank_0(partial(self._read, settings, step, is_fresh=is_fresh))
+        kept = on_rank_0(partial(self._read, settings, step, is_fresh=is_fresh))
+        if kept is None:
+            self.folder = None
+            return
+        trained, draws = kept
         for line in trained:
             # Step n makes weight version n.
             version, digest = line["step"], line["weights"]
@@ -335,10 +338,10 @@ class ResponseSpool:
             if self.rank == 0:
                 log.warning("%s; so no rank keeps responses any longer", failure)
 
-    def _read(self, settings: str, step: int, *, is_fresh: bool) -> list[Any]:
+    def _read(self, settings: str, step: int, *, is_fresh: bool) -> list[Any] | None:
         """Return the results of ``_read_trained`` and ``_read_draws``.
 
-        If the spool's settings differ or the run is new, empty the spool first.
+        If the spool's settings differ or the run is new, empty the spool first. Returns None if it can't be emptied.
         """
         assert self.folder is not None
         path = self.folder / _SETTINGS
@@ -351,16 +354,25 @@ class ResponseSpool:
             return [self._read_trained(step), self._read_draws()]
         except (OSError, RunError, KeyError) as error:
             log.warning("spool: nothing of earlier ranks is used: %s", error)
-            # Ignore an error here: the first attempt to store a response then fails too, and logs a warning.
-            with suppress(OSError):
+            try:
                 self._empty(settings)
+            except OSError as fault:
+                log.warning(
+                    "spool: %s can't be emptied, so no responses are kept: %s", self.folder, fault
+                )
+                return None
             return [[], []]
 
     def _empty(self, settings: str) -> None:
         """Remove all files, and write ``settings`` anew, so that the next start finds the responses of this start."""
         assert self.folder is not None
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # The folder itself may be a link or a mount.
+        for path in self.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         write_atomically(self.folder / _SETTINGS, settings)
 
     def _read_trained(self, step: int) -> list[dict[str, Any]]:

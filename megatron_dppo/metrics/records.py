@@ -315,9 +315,14 @@ class StepLines:
     def restore(self, text: str) -> None:
         """Append the lines of ``text`` that the file lacks because the disk was full. Raises OSError."""
         known_lines = set(read_lines(self.path)) if self.path.exists() else set()
-        missing_lines = [line for line in split_lines(text) if line not in known_lines]
+        missing_lines = [line for line in split_lines(text) if _as_written(line) not in known_lines]
         if missing_lines:
             self.append("".join(missing_lines))
+
+
+def _as_written(line: str) -> str:
+    """Return ``line`` as ``StepLines.append`` writes it."""
+    return line.encode(errors="replace").decode()
 
 
 def encode_lines(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -353,10 +358,11 @@ class MetricsWriter:
 
     def restore(self, text: str) -> None:
         """Append the records of ``text`` that the file lacks because the disk was full. Raises OSError."""
-        self._lines.restore(text)
         lines = split_lines(text)
         for line, record in zip(lines, decode_records(lines, str(self._lines.path)), strict=True):
+            # The record of a step that the file has may have been completed since.
             if step_of(record) > self.last_step:
+                self._lines.restore(line)
                 self._add(line, record)
 
     @property
@@ -561,7 +567,7 @@ def keep_copy(directory: str | Path) -> Path:
     """
     directory = Path(directory)
     folder = _new_folder(directory)
-    for name in (RECORDS_FILE, MASKED_TOKENS_FILE, ENVIRONMENT_FAULTS_FILE):
+    for name in (RECORDS_FILE, SAMPLES_FILE, MASKED_TOKENS_FILE, ENVIRONMENT_FAULTS_FILE):
         if (directory / name).is_file():
             shutil.copy2(directory / name, folder / name)
     return folder

@@ -4,12 +4,15 @@ turns, limits, environments that fail, and rewards."""
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, Sampli
 from megatron_dppo.environments import (
     Calculator,
     ChatCall,
+    Environment,
     EnvironmentFaultError,
     SingleTurn,
     Step,
@@ -787,3 +791,70 @@ def test_a_worker_that_is_not_there_is_a_fault():
 
     with pytest.raises(EnvironmentFaultError, match=mentioning(1, "'no_such_module'")):
         asyncio.run(work())
+
+
+def test_a_process_that_cannot_be_started_is_a_fault_and_its_place_stays_free(monkeypatch):
+    def fail(spec: EnvironmentSpec) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def work() -> None:
+        pool = EnvironmentPool(EnvironmentSpec("single-turn", {}, 5.0), 1)
+        places = pool._lone_slots._value
+        monkeypatch.setattr(workers, "EnvironmentWorker", fail)
+        for alone in (False, True):
+            with pytest.raises(EnvironmentFaultError, match="Too many open files"):
+                await pool.open(alone=alone)
+        assert pool._lone_slots._value == places
+
+    asyncio.run(work())
+
+
+def test_a_closed_pool_starts_no_process(monkeypatch):
+    class Lone:
+        kills: ClassVar[list[EnvironmentPool]] = []
+
+        def __init__(self, spec: EnvironmentSpec) -> None:
+            self.episodes = itertools.count()
+
+        def kill(self) -> None:
+            # The event loop's thread removes a worker that has ended.
+            pool._lone_workers.discard(next(iter(pool._lone_workers)))
+            self.kills.append(pool)
+
+    async def work() -> None:
+        for _ in range(2):
+            await pool.open(alone=True)
+        pool.close()
+        assert len(Lone.kills) == 2
+        for alone in (False, True):
+            with pytest.raises(EnvironmentFaultError, match="closed"):
+                await pool.open(alone=alone)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    pool = EnvironmentPool(EnvironmentSpec("single-turn", {}, 5.0), 1)
+    monkeypatch.setattr(workers, "EnvironmentWorker", Lone)
+    asyncio.run(work())
+
+
+def test_a_step_ends_before_its_environment_is_closed():
+    events: list[str] = []
+
+    class Slow:
+        async def close(self) -> None:
+            events.append("closed")
+
+    async def step() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            events.append("step ended")
+
+    async def work() -> None:
+        host = object.__new__(workers.EnvironmentHost)
+        host._environments = cast("dict[int, Environment]", {0: Slow()})
+        host._tasks = {0: asyncio.create_task(step())}
+        await asyncio.sleep(0)
+        await host._close(0)
+
+    asyncio.run(work())
+    assert events == ["step ended", "closed"]

@@ -138,8 +138,10 @@ def test_no_file_is_set_aside_if_a_folder_cannot_be_moved(tmp_path, monkeypatch,
 
 def test_a_copy_keeps_the_records_that_a_fall_back_drops(tmp_path):
     write_run(tmp_path, 7)
+    (tmp_path / "samples.jsonl").write_text("{}\n")
     copy = keep_copy(tmp_path)
-    assert (copy / "metrics.jsonl").read_text() == (tmp_path / "metrics.jsonl").read_text()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (copy / name).read_text() == (tmp_path / name).read_text()
     assert re.fullmatch(r"earlier-\d{8}-\d{6}", copy.name)
 
 

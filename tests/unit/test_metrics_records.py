@@ -11,13 +11,16 @@ from megatron_dppo.metrics.records import (
     RECORDS_FILE,
     MetricsWriter,
     RecordsError,
+    StepLines,
     decode_records,
     encode_record,
     last_step,
     mean_accuracy,
     phase_table,
     read_records,
+    read_step_lines,
     series,
+    step_of,
 )
 from megatron_dppo.metrics.table import METRICS, reference
 
@@ -129,3 +132,23 @@ def test_the_last_step_of_a_running_run_leaves_out_an_incomplete_line(tmp_path):
     lines = [encode_record(step, {}) for step in (0, 1, 2)]
     (tmp_path / RECORDS_FILE).write_text("\n".join(lines))
     assert last_step(tmp_path) == 1
+
+
+def test_a_record_that_was_completed_since_is_not_restored_again(tmp_path):
+    first = MetricsWriter(tmp_path)
+    first.write(1, {"reward/mean": 0.5})
+    unwritten = encode_record(2, {"reward/mean": 0.75})
+    for _ in range(2):
+        writer = MetricsWriter(tmp_path, resume_step=3)
+        writer.restore(unwritten + "\n")
+        writer.complete(2, {"evaluation/sums/accuracy": 0.5})
+    rows = read_records(tmp_path)
+    assert [step_of(row) for row in rows] == [1, 2]
+    assert rows[-1]["evaluation/sums/accuracy"] == 0.5
+
+
+def test_a_line_with_half_a_surrogate_pair_is_restored_once(tmp_path):
+    for _ in range(2):
+        lines = StepLines(tmp_path / "samples.jsonl", 3)
+        lines.restore('{"step": 1, "text": "\udc80"}\n')
+    assert len(read_step_lines(tmp_path / "samples.jsonl")) == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -125,6 +127,43 @@ def test_responses_after_a_damaged_file_are_found_by_the_next_start(tmp_path: Pa
     open_alone(third, 4, is_fresh=False)
     assert sorted(third.found(5)) == [(0, 0)]
     third.close()
+
+
+def keep_one(spool: ResponseSpool) -> None:
+    spool.part(1, [0]).keep((0, 0), response(PROBLEMS[0], 0), Score(1.0))
+    spool.flush()
+
+
+def test_a_linked_spool_of_an_earlier_run_is_emptied(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "spool").symlink_to(tmp_path / "elsewhere")
+    first = spool_in(tmp_path / "spool")
+    open_alone(first, 0, is_fresh=True)
+    keep_one(first)
+    first.close()
+    second = spool_in(tmp_path / "spool")
+    open_alone(second, 0, is_fresh=True)
+    assert second.found(1) == {}
+    keep_one(second)
+    assert sorted(second.found(1)) == [(0, 0)]
+    second.close()
+
+
+def test_a_spool_that_cannot_be_emptied_keeps_nothing(tmp_path: Path, monkeypatch) -> None:
+    first = spool_in(tmp_path / "spool")
+    open_alone(first, 0, is_fresh=True)
+    keep_one(first)
+    first.close()
+    second = spool_in(tmp_path / "spool")
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with monkeypatch.context() as busy:
+        busy.setattr(shutil, "rmtree", fail)
+        open_alone(second, 0, is_fresh=True)
+    assert second.found(1) == {}
+    second.close()
 
 
 def test_a_spool_that_cannot_be_written_is_named_once(tmp_path: Path, caplog) -> None:
