@@ -36,7 +36,7 @@ from megatron_dppo.model.rows import PackedExperts
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.weight_index import INDEX, read_weight_index
 from megatron_dppo.system.failpoints import failpoint
-from megatron_dppo.system.files import Closing, sync_folder, sync_to_disk
+from megatron_dppo.system.files import Closing, empty_folder, sync_folder, sync_to_disk
 from megatron_dppo.system.groups import consecutive_groups
 
 SINGLE = "model.safetensors"
@@ -88,11 +88,7 @@ class StagedFolder:
             raise self._lost_race() from None
         if not os.path.samestat(os.fstat(self._lock), staged):
             raise self._lost_race()
-        for path in self.folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+        empty_folder(self.folder)
         try:
             # Check again: another process may have renamed its folder to ``out`` before mkdir. From here on, only this
             # process can rename a folder to ``out``, because it holds the lock.

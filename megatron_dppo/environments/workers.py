@@ -420,15 +420,19 @@ class EnvironmentHost:
         return answer
 
     async def _cancel(self, episode: int) -> None:
+        self._cancelled(episode)
+
+    def _cancelled(self, episode: int) -> asyncio.Task[None] | None:
+        """Cancel the episode's running call, and return its task; None if no call runs."""
         task = self._tasks.pop(episode, None)
         if task is not None:
             task.cancel()
+        return task
 
     async def _close(self, episode: int) -> None:
-        task = self._tasks.pop(episode, None)
+        task = self._cancelled(episode)
         if task is not None:
-            task.cancel()
-            # The step ends before its environment is closed.
+            # The call ends before its environment is closed.
             await asyncio.wait([task], timeout=_CANCEL_S / 2)
         environment = self._environments.pop(episode, None)
         if environment is not None:

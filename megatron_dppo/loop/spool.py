@@ -44,7 +44,7 @@ from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.metrics.records import read_step_lines, step_name, step_of_name
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.files import sync_to_disk, write_atomically
+from megatron_dppo.system.files import empty_folder, sync_to_disk, write_atomically
 from megatron_dppo.trainer.collectives import first_failure, on_rank_0
 
 log = logging.getLogger(__name__)
@@ -367,12 +367,7 @@ class ResponseSpool:
         """Remove all files, and write ``settings`` anew, so that the next start finds the responses of this start."""
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
-        # The folder itself may be a link or a mount.
-        for path in self.folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+        empty_folder(self.folder)
         write_atomically(self.folder / _SETTINGS, settings)
 
     def _read_trained(self, step: int) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 import threading
 import time
@@ -193,3 +194,12 @@ class Closing(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def empty_folder(folder: Path) -> None:
+    """Remove everything in ``folder``, but not the folder, which may be locked, a link or a mount. Raises OSError."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class RecipeInputs:
-    """What the rehearsal takes from the recipe.
+    """The recipe's model, layout and placement, as the rehearsal uses them.
 
     Attributes:
         known_model: the recipe's model, or a known model in its place.
